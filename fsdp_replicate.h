@@ -502,7 +502,7 @@ static fsdp_status fsdpi_rep_receive(fsdp_replicate *rep, const fsdp_block *part
     for (int64_t i = first; i < first + part->width / 4 && !rep->comm; i++)
         rep->found[i] = rep->params[rep->members[i]].used;
     if (!rep->comm) return FSDP_OK;
-    fsdp_op op = fsdpi_rep_op(rep, FSDP_OP_USE, FSDP_STREAM_COMPUTE);
+    fsdp_op op = fsdpi_rep_op(rep, FSDP_OP_WAIT, FSDP_STREAM_COMPUTE);
     op.src = rep->ours;
     fsdp_status status = fsdp_emit(rep->model, &op);
     if (!status)

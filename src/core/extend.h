@@ -122,7 +122,7 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
 // What a marker says happens: to slots that an extension gives to units.
 static void fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
     if (op->kind == FSDP_OP_ACQUIRE && op->dst) fsdpi_hold(m, op->dst);
-    if (op->kind == FSDP_OP_WROTE && op->dst)
+    if (op->kind == FSDP_OP_GRADS_WRITTEN && op->dst)
         fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready, NULL);
     if (op->kind != FSDP_OP_RELEASE || !op->src) return;
     op->src->held = 0;

@@ -356,6 +356,8 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *sr
                                     const char *what);
 
 // Names of version 0.1, until 0.3.
+#define FSDP_OP_USE         FSDP_OP_WAIT
+#define FSDP_OP_WROTE       FSDP_OP_GRADS_WRITTEN
 #define fsdp_buf_part       fsdp_buf_view
 #define fsdp_is_uneven      fsdp_has_uneven_inputs
 #define fsdp_lend           fsdp_lock_params

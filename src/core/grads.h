@@ -106,7 +106,7 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
 
 // The caller's stream writes a buffer from here on: it waits for those who read it.
 static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_USE, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_WAIT, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
     op.dst = buf;
     return fsdpi_emit(u->model, &op);
 }
@@ -171,7 +171,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written
         fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot[FSDP_POOL_GRAD]->ready, NULL);
         if (u->model->listeners & FSDPI_LISTEN_OPS)
-            FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE,
+            FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_GRADS_WRITTEN, FSDP_STREAM_COMPUTE,
                                      slot[FSDP_POOL_GRAD]));
     } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:
         FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // one event

@@ -102,7 +102,7 @@ static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fs
 
 // COMPUTE, the caller's stream, waits until buf is written.
 static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, fsdp_buf *buf) {
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE);
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_WAIT, label, FSDP_STREAM_COMPUTE);
     op.src = buf;
     return fsdpi_emit(m, &op);
 }

@@ -169,7 +169,7 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     const fsdp_device_ops *d = w->device_ops;
     fsdp_status status;
     switch (op->kind) {
-    case FSDP_OP_USE: return FSDP_OK;
+    case FSDP_OP_WAIT: return FSDP_OK;
     case FSDP_OP_COPY: status = d->copy(w->device, stream, op); break;
     case FSDP_OP_ZERO: status = d->zero(w->device, stream, op); break;
     case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;

@@ -572,7 +572,7 @@ static fsdp_status fsdpi_dt_mark(const fsdp_redistribution *r, int kind) {
     fsdp_op op;
     fsdp_op_init(&op, r->dm->model, NULL, kind, r->dm->label, FSDP_STREAM_COMPUTE);
     op.what = r->name;
-    if (kind == FSDP_OP_WROTE) op.dst = r->ticket;
+    if (kind == FSDP_OP_GRADS_WRITTEN) op.dst = r->ticket;
     else op.src = r->ticket;
     return fsdp_emit(r->dm->model, &op);
 }
@@ -580,7 +580,7 @@ static fsdp_status fsdpi_dt_mark(const fsdp_redistribution *r, int kind) {
 FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src) {
     fsdp_status status = fsdpi_dt_check_run(r, dst, src);
     if (status || !r->ticket) return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
-    status = fsdpi_dt_mark(r, FSDP_OP_WROTE);
+    status = fsdpi_dt_mark(r, FSDP_OP_GRADS_WRITTEN);
     if (!status) status = fsdpi_dt_run_all(r, 1, dst, src);
     r->begun = !status;
     return status;
@@ -592,7 +592,7 @@ FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r) {
                          "[E021] redistribute_wait: r is NULL: pass it");
     if (!r->begun) return fsdp_world_status(r->dm->world);
     r->begun = 0;
-    return fsdpi_dt_mark(r, FSDP_OP_USE);
+    return fsdpi_dt_mark(r, FSDP_OP_WAIT);
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -43,7 +43,7 @@ static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_variant *k)
     for (int i = 0; i < k->listing.num_slots && !status; i++) {
         fsdp_op op;
         if (k->listing.slots[i].offset < 0) continue;
-        fsdp_op_init(&op, p->model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_WAIT, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
         op.what = "plan";
         op.dst = k->bufs[i];
         status = fsdp_emit(p->model, &op);

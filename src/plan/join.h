@@ -95,7 +95,7 @@ static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fs
                                       fsdpi_plan_pair pair, int writes) {
     fsdp_op op;
     if ((writes ? pair.dst : pair.src) < 0) return FSDP_OK;
-    fsdp_op_init(&op, p->model, of->unit, FSDP_OP_USE, of->label, of->stream);
+    fsdp_op_init(&op, p->model, of->unit, FSDP_OP_WAIT, of->label, of->stream);
     op.src = writes ? NULL : of->src;
     op.dst = writes ? of->dst : NULL;
     pair.src = writes ? -1 : pair.src;
@@ -184,7 +184,7 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
 static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_lowering *s, int act) {
     fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
     while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
-           s->tape->ops[range.begin].kind == FSDP_OP_USE)
+           s->tape->ops[range.begin].kind == FSDP_OP_WAIT)
         range.begin++;
     return range;
 }

@@ -381,7 +381,7 @@ static void fsdpi_plan_read_slot_line(fsdpi_plan_in *in, fsdpi_plan_line *line, 
 // One line of a call, without its two blanks; 0: it is none.
 static int fsdpi_plan_read_line(fsdpi_plan_in *in, int call) {
     static const char *const words[] = {"op ", "acquire", "release", "wrote"};
-    static const uint8_t kinds[] = {0, FSDP_OP_ACQUIRE, FSDP_OP_RELEASE, FSDP_OP_WROTE};
+    static const uint8_t kinds[] = {0, FSDP_OP_ACQUIRE, FSDP_OP_RELEASE, FSDP_OP_GRADS_WRITTEN};
     fsdpi_plan_line line;
     for (int what = 0; what < FSDPI_PLAN_ACT_COUNT; what++)
         if (fsdpi_plan_take(in, fsdpi_plan_words[what])) {

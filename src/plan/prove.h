@@ -369,10 +369,11 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
         line->kind == FSDP_OP_ZERO)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
-    if (dst && dst->summed && line->kind != FSDP_OP_USE && line->kind != FSDP_OP_CALL && src == dst)
+    if (dst && dst->summed && line->kind != FSDP_OP_WAIT && line->kind != FSDP_OP_CALL &&
+        src == dst)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
                          m->unit, m->dst);
-    if (!sums || line->kind == FSDP_OP_USE) return;
+    if (!sums || line->kind == FSDP_OP_WAIT) return;
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
@@ -410,7 +411,7 @@ static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *l
         v->slots[m->dst].full = 1;
         v->slots[m->dst].version = v->version[m->unit];
     }
-    if (line->kind == FSDP_OP_USE && line->label == FSDP_LABEL_GATHER && m->src >= 0 &&
+    if (line->kind == FSDP_OP_WAIT && line->label == FSDP_LABEL_GATHER && m->src >= 0 &&
         line->stream == FSDP_STREAM_COMPUTE && v->slots[m->src].full == 1)
         v->slots[m->src].full = 2;
 }
@@ -443,7 +444,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
     if (dst_events) dst_events->avail.is_set = 0;
     for (int i = 0; i < line->num_members; i++) {
-        int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_USE;
+        int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_WAIT;
         for (int k = 0; k < 2; k++)
             if ((k ? dst : src) >= 0 && !v->slots[k ? dst : src].held)
                 fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, k ? dst : src);
@@ -567,7 +568,8 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
             if (at->kind == FSDP_OP_ACQUIRE) fsdpi_plan_see_acquire(v, &l->members[at->members]);
             else if (at->kind == FSDP_OP_RELEASE)
                 fsdpi_plan_see_release(v, at, &l->members[at->members]);
-            else if (at->kind == FSDP_OP_WROTE) fsdpi_plan_see_wrote(v, &l->members[at->members]);
+            else if (at->kind == FSDP_OP_GRADS_WRITTEN)
+                fsdpi_plan_see_wrote(v, &l->members[at->members]);
             else fsdpi_plan_see_op(v, at);
         }
         fsdpi_plan_see_call(v, 1);

@@ -81,7 +81,7 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
         if (src && !src->avail.seq) src->avail = fsdpi_plan_event_at(*clock, line->stream);
         return;
     }
-    if (line->kind == FSDP_OP_WROTE) {
+    if (line->kind == FSDP_OP_GRADS_WRITTEN) {
         int64_t now = *fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
         if (dst) dst->ready = fsdpi_plan_event_at(now, FSDP_STREAM_COMPUTE);
         return;
@@ -111,7 +111,7 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
         if (line->kind != FSDP_OP_ALL_GATHER) k->last_reduction = takes;
     }
     // The caller waits: for what another stream does, and inline for the collective itself.
-    if (line->kind == FSDP_OP_USE && line->stream == FSDP_STREAM_COMPUTE)
+    if (line->kind == FSDP_OP_WAIT && line->stream == FSDP_STREAM_COMPUTE)
         k->waited += begin - free_at;
     if (k->l->mode == FSDP_RUN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
     *clock = begin + takes;

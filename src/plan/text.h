@@ -151,7 +151,7 @@ static void fsdpi_plan_put_line(fsdpi_plan_out *o, const fsdpi_plan_listing *l,
         fsdpi_plan_put_place(o, m->src);
         fsdpi_plan_put(o, " %s\n", fsdpi_plan_streams[line->stream]);
         break;
-    case FSDP_OP_WROTE:
+    case FSDP_OP_GRADS_WRITTEN:
         fsdpi_plan_put(o, "  wrote");
         fsdpi_plan_put_members(o, l, line);
         fsdpi_plan_put_place(o, m->dst);

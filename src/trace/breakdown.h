@@ -259,7 +259,7 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
     }
     if (fsdpi_why_is_comm(r))
         fsdpi_why_expose(all, fsdpi_why_part_of(all->step, r), r->begin_ns, r->end_ns, r, r);
-    else if (r->kind != FSDP_OP_USE)
+    else if (r->kind != FSDP_OP_WAIT)
         fsdpi_why_add(all, fsdpi_why_is_update(all->step, r) ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY, 0,
                       r->begin_ns, r->end_ns, r, NULL);
 }
@@ -529,7 +529,7 @@ static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_event *o
         const int reduces = r->kind == FSDP_OP_REDUCE_SCATTER || r->label == FSDP_LABEL_REPLICAS;
         if (r->end_ns <= step->begin || r->begin_ns >= step->end) continue;
         if (gathers ? r->kind != FSDP_OP_ALL_GATHER || edge : !reduces) continue;
-        if (r->kind < FSDP_OP_USE) edge = r;
+        if (r->kind < FSDP_OP_WAIT) edge = r;
     }
     return edge && edge->what == op->what &&
            fsdpi_why_call_of(rank, step->first, step->past, edge) ==

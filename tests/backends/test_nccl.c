@@ -696,7 +696,7 @@ static void times(int rank, int world, void *arg) {
     CALL(j.w, fsdp_model_counters(j.m.model, &after));
     CALL(j.w, fsdp_detach(j.m.model, &watcher));
     W_CHECK(t.bad == 0, "%d of wrong order", t.bad);
-    for (int kind = 0; kind < FSDP_OP_USE; kind++)
+    for (int kind = 0; kind < FSDP_OP_WAIT; kind++)
         W_CHECK(t.told[kind] == after.calls[kind] - before.calls[kind], "%llu %s of %llu",
                 (unsigned long long)t.told[kind], fsdp_op_name(kind),
                 (unsigned long long)(after.calls[kind] - before.calls[kind]));

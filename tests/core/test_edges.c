@@ -461,10 +461,11 @@ static void waits_for_finalize(lab_rank *r) {
         CHECK_STATUS(fsdp_param_full(x.u, 1, full), FSDP_ERR_INVALID_ARG);
         CALL(x.w, fsdp_finalize_backward(x.m)); /* it has nothing to tell again: that text stays */
         CHECK(strstr(fsdp_last_error(x.w), "param_full"));
-        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WROTE, -1, x.u), 1);
+        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_GRADS_WRITTEN, -1, x.u), 1);
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, x.u), sync);
     }
-    CHECK_EQ_INT(log.ops[lab_next_op(&log, 0, FSDP_OP_WROTE, -1, x.u)].stream, FSDP_STREAM_COMPUTE);
+    CHECK_EQ_INT(log.ops[lab_next_op(&log, 0, FSDP_OP_GRADS_WRITTEN, -1, x.u)].stream,
+                 FSDP_STREAM_COMPUTE);
     for (int n = 0; n < log.num; n++) { /* what finalize emits is in no training state */
         if (log.ops[n].kind != FSDP_OP_HOOK || log.ops[n].count != FSDP_CALL_FINALIZE) continue;
         CHECK_EQ_INT(log.ops[n].state, FSDP_STATE_IDLE);

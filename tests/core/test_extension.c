@@ -493,7 +493,8 @@ typedef struct {
 static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
     landlord *l = (landlord *)user;
     (void)model;
-    if (op->kind == FSDP_OP_ACQUIRE || op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE) {
+    if (op->kind == FSDP_OP_ACQUIRE || op->kind == FSDP_OP_RELEASE ||
+        op->kind == FSDP_OP_GRADS_WRITTEN) {
         fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
         CHECK(buf && op->unit && op->slot > 0 && op->slot < MAX_SLOTS && op->bytes == 0);
         CHECK(op->src_ptr == NULL && op->dst_ptr == NULL && op->num_waits == 0);
@@ -506,7 +507,7 @@ static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
         } else {
             CHECK_EQ_INT(l->held[op->slot], op->unit->desc.index + 1);
         }
-        if (op->kind == FSDP_OP_WROTE) {
+        if (op->kind == FSDP_OP_GRADS_WRITTEN) {
             CHECK_EQ_INT(op->pool, FSDP_POOL_GRAD);
             l->wrote++;
         }
@@ -541,7 +542,8 @@ TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
     step(&b);
     fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &c));
-    CHECK_EQ_INT(c.calls[FSDP_OP_ACQUIRE] + c.calls[FSDP_OP_RELEASE] + c.calls[FSDP_OP_WROTE], 0);
+    CHECK_EQ_INT(
+        c.calls[FSDP_OP_ACQUIRE] + c.calls[FSDP_OP_RELEASE] + c.calls[FSDP_OP_GRADS_WRITTEN], 0);
     fsdp_extension e = FSDP_ZERO;
     e.op = landlord_op;
     e.buffer = landlord_buffer;
@@ -1102,7 +1104,8 @@ TEST(extension, emitted_markers) {
     int logged = b.s.num_logged;
     fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
     CHECK_EQ_INT(b.s.num_logged, logged + 1);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_WROTE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_GRADS_WRITTEN, FSDP_LABEL_NONE,
+                 FSDP_STREAM_COMPUTE);
     op.dst = buf;
     CHECK_EQ_INT((long long)buf->ready.seq, 0);
     CHECK_OK(fsdp_emit(b.model, &op));
@@ -1327,7 +1330,7 @@ TEST(extension, tells_when_calls_end) {
 static int64_t waited_for_use;
 static void use_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin, int64_t end) {
     (void)user, (void)model, (void)begin, (void)end;
-    if (op->kind == FSDP_OP_USE) waited_for_use = op->waited_ns;
+    if (op->kind == FSDP_OP_WAIT) waited_for_use = op->waited_ns;
     else CHECK_EQ_INT(op->waited_ns, 0);
 }
 /* A clock that stands while a worker thread runs `until_asked`, which then sets it on. */
@@ -1365,7 +1368,7 @@ TEST(extension, tells_how_long_a_stream_waited) {
         op.what = "x", op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
         CHECK_OK(fsdp_emit(b.model, &op));
         while (lanes && !__atomic_load_n(&is_asked, __ATOMIC_SEQ_CST)) sched_yield();
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_WAIT, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
         op.src = buf;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -1694,7 +1697,7 @@ TEST(extension, names) {
     CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_COUNT), "extension");
     CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_MAX), "?");
     fsdp_op op;
-    fsdp_op_init(&op, b.model, NULL, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE);
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_WAIT, label, FSDP_STREAM_COMPUTE);
     CHECK_EQ_STR(fsdp_op_label(&op), "norms");
     CHECK_EQ_STR(op.what, "norms");
     CHECK_EQ_INT(fsdp_label_register(b.model, ""), -1);
@@ -2446,7 +2449,7 @@ TEST(extension, emitted_again_one_by_one) {
     bed_open(&b, &settings[5]);
     CHECK_OK(fsdp_model_commit(b.model));
     CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
-    static const int kinds[] = {FSDP_OP_ACQUIRE, FSDP_OP_WROTE, FSDP_OP_RELEASE};
+    static const int kinds[] = {FSDP_OP_ACQUIRE, FSDP_OP_GRADS_WRITTEN, FSDP_OP_RELEASE};
     for (int i = 0; i < 3; i++) {
         fsdp_op_init(&op[i], b.model, b.units[0], kinds[i], FSDP_LABEL_NONE,
                      i == 2 ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
@@ -2838,7 +2841,7 @@ static int post_run(const post *p, fsdp_op *op) {
         return 0;
     }
     CALL(p->w, fsdp_emit(p->model, op));
-    fsdp_op_init(&use, p->model, NULL, FSDP_OP_USE, p->label, FSDP_STREAM_COMPUTE);
+    fsdp_op_init(&use, p->model, NULL, FSDP_OP_WAIT, p->label, FSDP_STREAM_COMPUTE);
     use.src = p->out;
     if (op->kind != FSDP_OP_SEND) CALL(p->w, fsdp_emit(p->model, &use));
     CALL(p->w, fsdp_wait_stream(p->model, p->c->stream));

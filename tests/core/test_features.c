@@ -1631,7 +1631,7 @@ static void check_prefetched(job *j, int first, fsdp_unit **units, int backward,
                     issued);
             issued++;
         }
-        if (op->kind != FSDP_OP_USE || op->label != FSDP_LABEL_GATHER) continue;
+        if (op->kind != FSDP_OP_WAIT || op->label != FSDP_LABEL_GATHER) continue;
         int most = uses ? uses + ahead : 1;
         if (most < uses + 1) most = uses + 1;
         if (most > DEEP) most = DEEP;
@@ -1766,7 +1766,7 @@ static int64_t sim_train(int async, int depth, int implicit, int *gathered, int 
     int issued = 0, uses = 0;
     for (int n = *ahead = 0; n < s.num_ops; n++) {
         issued += s.ops[n].kind == FSDP_OP_ALL_GATHER;
-        uses += s.ops[n].kind == FSDP_OP_USE && s.ops[n].label == FSDP_LABEL_GATHER;
+        uses += s.ops[n].kind == FSDP_OP_WAIT && s.ops[n].label == FSDP_LABEL_GATHER;
         if (s.ops[n].kind == FSDP_OP_HOOK && issued - uses > *ahead) *ahead = issued - uses;
     }
     *gathered = issued;

@@ -947,7 +947,7 @@ static void test_force_sum(int hsdp, int fused) {
     CHECK_OK(fsdp_finalize_backward(r.model));
     for (int i = 0; i < r.s.num_ops; i++) {
         const fsdp_op *op = &r.s.ops[i];
-        if (op->kind == FSDP_OP_HOOK || op->kind == FSDP_OP_USE) continue;
+        if (op->kind == FSDP_OP_HOOK || op->kind == FSDP_OP_WAIT) continue;
         if (op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_REPLICAS) {
             CHECK_EQ_INT(op->redop, FSDP_SUM);
             CHECK_EQ_INT(op->count, 16 * 8 / W);

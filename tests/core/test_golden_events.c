@@ -404,7 +404,7 @@ static void saw(void *user, const fsdp_op *op) {
         known = op->label == FSDP_LABEL_GRADS || op->label == FSDP_LABEL_ACC ||
                 op->label == FSDP_LABEL_FINAL;
         break;
-    case FSDP_OP_USE:
+    case FSDP_OP_WAIT:
         known = op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_GRADS ||
                 op->label == FSDP_LABEL_FINAL;
         if (i >= 0 && op->label == FSDP_LABEL_GATHER) r->units[i].waits = 1;

@@ -554,8 +554,8 @@ static char letter_of(const fsdp_op *op) {
     case FSDP_OP_REDUCE_SCATTER: return 'S';
     case FSDP_OP_ALL_REDUCE: return 'R';
     case FSDP_OP_ALL_TO_ALL: return 'A';
-    case FSDP_OP_USE: return 'U';
-    case FSDP_OP_WROTE: return 'W';
+    case FSDP_OP_WAIT: return 'U';
+    case FSDP_OP_GRADS_WRITTEN: return 'W';
     case FSDP_OP_CALL: return 'F';
     default: return '?';
     }
@@ -1004,14 +1004,14 @@ static void beside(lab_rank *r) {
         CALL(b.w, fsdp_wait_stream(b.model, -1));
         CALL(b.w, fsdp_redistribute_wait(runs[k])); /* nothing is under way */
     }
-    CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_USE, -1, NULL), 0);
+    CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WAIT, -1, NULL), 0);
     for (int round = 0; round < 20; round++) {
         for (int k = 0; k < 3; k++) memset(dst[k], 0xff, bytes[k]);
         log.num = 0;
         CALL(b.w, fsdp_redistribute_begin(runs[0], dst[0], src[0]));
         CALL(b.w, fsdp_redistribute_begin(runs[1], dst[1], src[1]));
         for (int i = 0; i < log.num; i++)
-            CHECK_EQ_INT(log.ops[i].stream, log.ops[i].kind == FSDP_OP_WROTE
+            CHECK_EQ_INT(log.ops[i].stream, log.ops[i].kind == FSDP_OP_GRADS_WRITTEN
                                                 ? FSDP_STREAM_COMPUTE
                                                 : FSDP_STREAM_EXTENSION);
         CALL(b.w, fsdp_redistribute(runs[2], dst[2], src[2])); /* meanwhile */
@@ -1026,7 +1026,7 @@ static void beside(lab_rank *r) {
         }
         CHECK_EQ_INT(log.num, num + 2);
         for (int i = num; i < log.num; i++) {
-            CHECK_EQ_INT(log.ops[i].kind, FSDP_OP_USE);
+            CHECK_EQ_INT(log.ops[i].kind, FSDP_OP_WAIT);
             CHECK_EQ_INT(log.ops[i].stream, FSDP_STREAM_COMPUTE);
             CHECK_EQ_STR(log.ops[i].what, i == num ? "way 1" : "way 0");
         }

@@ -973,11 +973,11 @@ static void in_flight_body(rig *r) {
         CHECK_EQ_STR(records_from(r, at, ALL_RECORDS), "wrote 0, AG 2/2");
         const int sent = lab_next_op(&r->b.log, at, FSDP_OP_ALL_GATHER, r->b.label, NULL);
         CHECK_EQ_INT(r->b.log.ops[sent].stream, FSDP_STREAM_EXTENSION);
-        CHECK_EQ_INT(lab_count_ops(&r->b.log, at, FSDP_OP_USE, -1, NULL), 0);
+        CHECK_EQ_INT(lab_count_ops(&r->b.log, at, FSDP_OP_WAIT, -1, NULL), 0);
         at = r->b.log.num;
         CALL(r->b.w, fsdp_redistribute_wait(gather));
         CHECK_EQ_INT(r->b.log.num, at + 1);
-        CHECK_EQ_INT(r->b.log.ops[at].kind, FSDP_OP_USE);
+        CHECK_EQ_INT(r->b.log.ops[at].kind, FSDP_OP_WAIT);
         CHECK_EQ_INT(r->b.log.ops[at].stream, FSDP_STREAM_COMPUTE);
         CALL(r->b.w, fsdp_redistribute_wait(gather));
         CHECK_EQ_INT(r->b.log.num, at + 1);

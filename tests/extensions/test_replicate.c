@@ -1031,7 +1031,7 @@ static void used_once(job *j) {
                            (steps[n].lacks == j->r->rank || j->r->rank > 1)); /* of two ranks one */
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
                      several && steps[n].sends);
-        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_USE, label, NULL), several && waits);
+        CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_WAIT, label, NULL), several && waits);
         for (int i = 0; i < 2 && steps[n].sync; i++) { /* the first steps left no gradient */
             const int kept = n == 5; /* of the step without sync before */
             const int has = steps[n].writes[i] == -1 || steps[n].writes[i] >= 0 || kept;
@@ -2487,7 +2487,7 @@ static void on_streams(int late, int checks) {
         CALL(w, fsdp_replicate_post_backward(rep));
         CALL(w, fsdp_finalize_backward(m));
         for (int k = from; k < s.num_ops; k++) {
-            const int waits = s.ops[k].kind == FSDP_OP_USE && s.ops[k].label == FSDP_LABEL_FINAL;
+            const int waits = s.ops[k].kind == FSDP_OP_WAIT && s.ops[k].label == FSDP_LABEL_FINAL;
             if (s.ops[k].kind == FSDP_OP_ALL_REDUCE) {
                 CHECK_EQ_INT(after, 0); /* all are on their way before anything waits */
                 CHECK(s.ops[k].stream != FSDP_STREAM_COMPUTE);

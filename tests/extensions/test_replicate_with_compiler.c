@@ -489,7 +489,7 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
     CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, NULL),
                  reduced && (n->size > 1 || n->o->reduce || n->o->param || n->micros > 1) ? n->units
                                                                                           : 0);
-    CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL), 1);
+    CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_WAIT, FSDP_LABEL_FINAL, NULL), 1);
 }
 
 /* Without a cast a forward is nothing but calls, and a wait for nothing; but with AddressSanitizer a
@@ -497,7 +497,7 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
 static void check_forward(const net *n) {
     for (int i = n->begin[n->it]; i < n->back[n->it] && !n->o->param && !W_ASAN; i++) {
         const fsdp_op *op = &n->log.ops[i];
-        W_CHECK(op->kind >= FSDP_OP_HOOK || (op->kind == FSDP_OP_USE && !op->num_waits),
+        W_CHECK(op->kind >= FSDP_OP_HOOK || (op->kind == FSDP_OP_WAIT && !op->num_waits),
                 "forward: %s %s", fsdp_op_name(op->kind), fsdp_label_name(op->label));
     }
 }
@@ -515,9 +515,9 @@ static int waits_for(const fsdp_op *op, int stream) {
 static void check_streams(const net *n) {
     const fsdp_op *ops = n->log.ops;
     const int from = n->back[n->it];
-    const int end = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
+    const int end = lab_next_op(&n->log, from, FSDP_OP_WAIT, FSDP_LABEL_FINAL, NULL);
     for (int k = 0; k < n->units && n->size > 1; k++) {
-        const int wrote = lab_next_op(&n->log, from, FSDP_OP_WROTE, -1, n->unit[k]);
+        const int wrote = lab_next_op(&n->log, from, FSDP_OP_GRADS_WRITTEN, -1, n->unit[k]);
         const int sum = lab_next_op(&n->log, wrote + 1, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
                                     n->unit[k]);
         const int acc = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, FSDP_LABEL_ACC, n->unit[k]);
@@ -912,7 +912,7 @@ static void check_bucketing(const net *n, int copies) {
     static const uint64_t large[2][BUCKETS] = {{4002000, 8004000, 4002000},
                                                {4002016, 8004032, 4002016}};
     const int from = n->back[n->it],
-              final = lab_next_op(&n->log, from, FSDP_OP_USE, FSDP_LABEL_FINAL, NULL);
+              final = lab_next_op(&n->log, from, FSDP_OP_WAIT, FSDP_LABEL_FINAL, NULL);
     for (int k = 0, at = 0; k < BUCKETS; at += nums[k++]) {
         const int acc = lab_next_op(&n->log, from, FSDP_OP_COPY, FSDP_LABEL_ACC, n->unit[k]);
         const int sum = lab_next_op(&n->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,

@@ -310,7 +310,7 @@ TEST(trace, on_streams) {
     compare(&job.rank[0], seen, "streams", 0);
     uint32_t waited = 0;
     for (uint64_t i = 0; i < job.rank[0].num_records; i++)
-        if (job.rank[0].records[i].kind == FSDP_OP_USE) waited |= job.rank[0].records[i].waited_ns;
+        if (job.rank[0].records[i].kind == FSDP_OP_WAIT) waited |= job.rank[0].records[i].waited_ns;
     CHECK(waited > 0);
     fsdpi_tr_free(&job);
     free(seen);

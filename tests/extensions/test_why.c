@@ -86,7 +86,7 @@ static void toy_wait(toy *t, int of, int64_t *now) {
     int zeros = label == FSDP_LABEL_GRADS && draw(t, 2);
     int64_t reached = *now, begin = op && op->end_ns > reached ? op->end_ns : reached;
     int64_t end = begin + (zeros ? draw(t, 4) : 0);
-    fsdpi_tr_event *r = toy_add(t, zeros ? FSDP_OP_ZERO : FSDP_OP_USE, label, FSDP_STREAM_COMPUTE,
+    fsdpi_tr_event *r = toy_add(t, zeros ? FSDP_OP_ZERO : FSDP_OP_WAIT, label, FSDP_STREAM_COMPUTE,
                                 begin, end);
     r->waited_ns = (uint32_t)(begin - reached);
     if (r->waited_ns) t->truth[r - t->rec] = of;
@@ -566,7 +566,7 @@ static void small_comm(small *t, int kind, int what, int64_t begin, int64_t end,
     t->last[r - t->rec] = last, t->peers[r - t->rec] = came * 10000;
 }
 static void small_use(small *t, int label, int what, int64_t reached, int64_t begin) {
-    fsdpi_tr_event *r = small_add(t, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE, what, begin, begin);
+    fsdpi_tr_event *r = small_add(t, FSDP_OP_WAIT, label, FSDP_STREAM_COMPUTE, what, begin, begin);
     r->waited_ns = (uint32_t)((begin - reached) * 10000);
 }
 static void small_slot(small *t, int kind, int pool, int what, uint32_t slot, uint64_t bytes,

@@ -544,7 +544,7 @@ static void random_uses(fsdpi_plan_tape *t, uint64_t *seed, int glues) {
     t->ops = (fsdp_op *)lab_zeros((size_t)t->num_ops, sizeof *t->ops);
     t->pairs = (fsdpi_plan_pair *)lab_zeros((size_t)t->num_ops, sizeof *t->pairs);
     for (int i = 0; i < t->num_ops; i++) {
-        t->ops[i].kind = FSDP_OP_USE;
+        t->ops[i].kind = FSDP_OP_WAIT;
         t->pairs[i].src = t->pairs[i].dst = -1;
     }
     for (int i = 0; i + 1 < t->num_uses && glues; i++)
@@ -829,7 +829,7 @@ static void check_producers(const planned *x) {
         const fsdpi_plan_line *line = &l->lines[i];
         for (int k = 0; k < line->num_members; k++) {
             const int u = l->members[line->members + k].unit;
-            if (line->kind == FSDP_OP_WROTE) wrote[u] = i;
+            if (line->kind == FSDP_OP_GRADS_WRITTEN) wrote[u] = i;
             if (line->kind != FSDP_OP_REDUCE_SCATTER) continue;
             CHECK(wrote[u] > reduced[u]);
             reduced[u] = i;
@@ -1129,7 +1129,7 @@ static void check_overlap(const planned *x) {
         const fsdp_op *op = &x->log.ops[i];
         int gather = i, works = 0;
         calls += op->kind == FSDP_OP_HOOK;
-        if (op->kind == FSDP_OP_USE && op->label == FSDP_LABEL_GATHER) {
+        if (op->kind == FSDP_OP_WAIT && op->label == FSDP_LABEL_GATHER) {
             while (x->log.ops[gather].kind != FSDP_OP_ALL_GATHER ||
                    x->log.ops[gather].unit != op->unit)
                 gather--;
