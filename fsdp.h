@@ -1356,13 +1356,13 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(ALL_TO_ALL, "all_to_all")       /* these three: backends that have them, for extensions */  \
     X(SEND, "send")                                                                               \
     X(RECV, "recv")                                                                               \
-    X(USE, "use")                     /* marker: the caller's stream waits for src */             \
+    X(WAIT, "use")                    /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* calls a function of the user, in the stream's order */   \
     X(UPDATE, "update")               /* list: fsdp_updates, by `call` or by the device */        \
     X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
     X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
     X(RELEASE, "release")             /* marker: `stream` has used src for the last time */       \
-    X(WROTE, "wrote")                 /* marker: the caller has written dst */
+    X(GRADS_WRITTEN, "wrote")         /* marker: the caller has written dst */
 
 enum {
 #define FSDP_X(name, text) FSDP_OP_##name,
@@ -1453,7 +1453,7 @@ typedef struct fsdp_op {
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
                               // is the largest norm; factor: scale/(norm + 1e-6) if < 1, or NaN
     uint32_t list_count;
-    int32_t slot;             // ACQUIRE, RELEASE, WROTE: number of the buffer in FSDP_POOL_* `pool`
+    int32_t slot;             // ACQUIRE, RELEASE, GRADS_WRITTEN: the buffer's number in its pool
     fsdp_model *model;        // NULL: the op is the world's: a collective on host data, a transfer
     const fsdp_unit *unit;    // NULL: the op is the model's
     const char *what;         // name of the unit or of the call

@@ -8,7 +8,8 @@ fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; exten
 fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
 than the default one, which src/core/backends.h defines, stays an include: those files are written
 into FOLDER/backends, where they find what they use of src/core/ in the one header, or, if they are
-compiled alone (.cu), in their own text. All is taken from the headers; no name of a part stands here.
+compiled alone (.cu), in their own text. All is taken from the headers; no name of a part stands
+here.
 """
 import argparse
 import glob

@@ -146,8 +146,8 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
    op          from fsdp_op_init, with the fields of its kind (listed in docs/extensions.md). It
                waits for src and dst, and others wait for it through them. src_ptr, dst_ptr NULL:
                their begin. The library fills in seq, wait, and bytes if it is 0. A marker takes
-               effect: ACQUIRE holds dst, RELEASE gives src back after `stream`, WROTE says that
-               the caller has written dst
+               effect: ACQUIRE holds dst, RELEASE gives src back after `stream`, GRADS_WRITTEN
+               says that the caller has written dst
    Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (the backend lacks the
                collective), OUT_OF_MEMORY; if the record runs at once, collective errors
    Collective  if the record is one: every rank of op->comm, same order, same what and count

@@ -23,7 +23,8 @@
 #include <string.h>
 
 // Owns: fsdpi_plan_variant. A plan is made in fsdp_finalize_backward of the recorded step, while
-// every unit is idle. If a rank has failed, it still takes part in each agreement, as the others wait.
+// every unit is idle. If a rank has failed, it still takes part in each agreement, as the others
+// wait.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;

@@ -33,16 +33,16 @@ enum { FSDPI_TR_NUMBERS = ((FSDPI_TR_KINDS * 64 + FSDP_CALL_COUNT) * 16 + FSDP_S
    host issued them. */
 typedef struct fsdpi_tr_event {
     int64_t begin_ns, end_ns;
-    uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, WROTE: of the buffer
+    uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, GRADS_WRITTEN: of the buffer
     uint32_t waited_ns; // fsdp_op.waited_ns, at most 2^32 - 1
     uint32_t seq;       // low bits of fsdp_op.seq; CALL: of its first record; SPAN: 0
     uint32_t step;      // number of steps before this one, since the model was made
-    uint32_t slot;      // ACQUIRE, RELEASE, WROTE: fsdp_op.slot, or FSDPI_TR_HELD: acquired before
-                        // the trace. CALL: records that it issued
+    uint32_t slot;      // ACQUIRE, RELEASE, GRADS_WRITTEN: fsdp_op.slot, or FSDPI_TR_HELD: acquired
+                        // before the trace. CALL: records that it issued
     uint16_t what;      // a name: of the unit, or of the call
     uint16_t comm;      // fsdp_op.comm_number; 0: none
     uint8_t kind;
-    uint8_t label;         // fsdp_op.label; ACQUIRE, RELEASE, WROTE: the pool; CALL: FSDP_CALL_*
+    uint8_t label;         // fsdp_op.label; of slots and gradients the pool; CALL: FSDP_CALL_*
     uint8_t stream, state; // as in fsdp_op
 } fsdpi_tr_event;
 
