@@ -215,7 +215,7 @@ gate_warnings() { # COMPILER
     done
 }
 
-# Sizes are limits, times are told. fsdp.h and src/core/, with the default backend.
+# fsdp.h and src/core/, with the default backend: figures and their goals. A file is one subject.
 gate_budget() {
     local f n lines text parse empty built
     include fsdp.h >"$work/decl.c" && implement fsdp.h >"$work/core.c" && : >"$work/empty.c"
@@ -224,14 +224,13 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and src/core/: $lines lines (12230), $((text / 1024)) KB of .text (188)," \
-        "declarations parsed in $((parse - empty)) ms (40), -O2 build in $built ms (3000)"
+    echo "note: fsdp.h and src/core/: $lines lines (goal 10800), $((text / 1024)) KB of .text" \
+        "(goal 168), declarations parsed in $((parse - empty)) ms (goal 40), -O2 build in $built" \
+        "ms (goal 3000)"
     for f in src/core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 12230 ] || die 'fsdp.h and src/core/ are too long'
-    [ "$text" -le $((188 * 1024)) ] || die 'too much code'
 }
 
 # What examples and tests include, with the one header in place of fsdp.h and src/core/.

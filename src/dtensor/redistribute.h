@@ -567,7 +567,7 @@ FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const 
     return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
 }
 
-// Orders the extensions' stream and the caller's stream: GRADS_WRITTEN before the steps, WAIT after.
+// Orders the extensions' and the caller's streams: GRADS_WRITTEN before the steps, WAIT after.
 static fsdp_status fsdpi_dt_mark(const fsdp_redistribution *r, int kind) {
     fsdp_op op;
     fsdp_op_init(&op, r->dm->model, NULL, kind, r->dm->label, FSDP_STREAM_COMPUTE);

@@ -20,9 +20,9 @@
 // Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
 // walked in the order of issue. Each stream carries a vector clock, each piece of memory the clocks
 // of its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
-// released, and writes gradients until GRADS_WRITTEN. The rules of waits and of bytes are written here
-// once more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/run.h: so the
-// proof checks the core's rules, too.
+// released, and writes gradients until GRADS_WRITTEN. The rules of waits and of bytes are written
+// here once more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/run.h: so
+// the proof checks the core's rules, too.
 
 // An access: by whom, at which of its ticks, and for the text at which line.
 typedef struct fsdpi_plan_touch {

@@ -671,8 +671,8 @@ TEST_P(optim, freeze_and_thaw, lab_optim_kinds) {
 
 /* A cast converts states in pieces: those of a parameter that has several keep their values. */
 static void cast_states(lab_rank *r) {
-    enum { ROWS = 700, COLUMNS = 3, MOST = ROWS * COLUMNS };
-    static __thread double was[2][MOST];
+    enum { ROWS = 700, COLUMNS = 3, ELEMENTS = ROWS * COLUMNS };
+    static __thread double was[2][ELEMENTS];
     fsdp_param_desc p[2] = {fsdp_vec("first", 5), fsdp_mat("w", ROWS, COLUMNS)};
     fsdp_model *m = lab_model(r->w, NULL);
     fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
@@ -681,7 +681,7 @@ static void cast_states(lab_rank *r) {
     lab_forward(r->w, u);
     CALL(r->w, fsdp_pre_backward(u));
     for (int i = 0; i < 2; i++)
-        for (int64_t k = 0; k < (i ? MOST : 5); k++) fsdp_grad_f32(u, i)[k] = (float)(k + 1);
+        for (int64_t k = 0; k < (i ? ELEMENTS : 5); k++) fsdp_grad_f32(u, i)[k] = (float)(k + 1);
     CALL(r->w, fsdp_post_backward(u));
     CALL(r->w, fsdp_finalize_backward(m));
     CALL(r->w, fsdp_adamw_step(opt, 0.1));
