@@ -788,9 +788,9 @@ TEST(mesh, refused) {
     REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 1, NULL, &out), "dim is 3 ");
     REFUSED(w, fsdp_mesh_unflatten(mesh, -1, 1, NULL, &out), "dim is -1 ");
     CHECK(out == NULL); /* as of every call that makes something and fails */
-    REFUSED(NULL, fsdp_mesh_slice(mesh, far, 1, NULL), "NULL");
-    REFUSED(NULL, fsdp_mesh_flatten(mesh, "f", NULL), "NULL");
-    REFUSED(NULL, fsdp_mesh_unflatten(mesh, 1, 3, NULL, NULL), "NULL");
+    REFUSED(w, fsdp_mesh_slice(mesh, far, 1, NULL), "NULL");
+    REFUSED(w, fsdp_mesh_flatten(mesh, "f", NULL), "NULL");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 3, NULL, NULL), "NULL");
     REFUSED(NULL, fsdp_mesh_slice(NULL, far, 1, &out), "NULL");
     REFUSED(NULL, fsdp_mesh_flatten(NULL, "f", &out), "NULL");
     REFUSED(NULL, fsdp_mesh_unflatten(NULL, 1, 3, NULL, &out), "NULL");
@@ -993,7 +993,7 @@ TEST(mesh_info, refused) {
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 2, 1, &i), "shard_dim 2");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 2, &i), "replicate_dim 2");
     REFUSED(w, fsdp_mesh_info_init(mesh, 3, 0, 1, &i), "kind is 3");
-    REFUSED(NULL, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 1, NULL), "NULL");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 1, NULL), "NULL");
     REFUSED(NULL, fsdp_mesh_info_init(NULL, FSDP_MESH_INFO_HSDP, 0, 1, &i), "NULL");
     CALL(NULL, fsdp_shutdown(w));
     forget_splits(&f, 1);
