@@ -325,7 +325,7 @@ mutated_by='test_agree test_checkpoint test_dtensor test_edges test_features tes
     test_ema test_golden_events test_launch test_mesh test_muon test_plan_text test_propagate
     test_safetensors test_scaler test_trace test_why'
 
-gate_report() { # the pictures of docs/performance.md and docs/measurements.md
+gate_report() { # the pictures of docs/performance.md
     need python3
     python3 tools/bench_report
 }
