@@ -162,7 +162,7 @@ ENVIRONMENT
                       1 or 2 if ranks are on several hosts, else 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_FLIGHT_RECORD  a directory: each rank keeps its last operations in a file there, which
-                      outlives the process: docs/see.md
+                      outlives the process: docs/observability.md
     FSDP_NCCL_* FSDP_CUDA_MANAGED   GPUs: docs/gpu.md
 
 ERRORS
@@ -525,8 +525,8 @@ typedef struct fsdp_world_desc {
     const fsdp_comm_ops *comm_ops;     // NULL: those of the backend
     const fsdp_device_ops *device_ops; // NULL: the host
     void *user;                        // argument of comm_ops->open and device_ops->open
-    const char *flight_record; // directory of the flight record (docs/see.md), made if only it is
-                               // missing. NULL: FSDP_FLIGHT_RECORD; if it is not set, none
+    const char *flight_record; // directory of the flight record (docs/observability.md), made if
+                               // its parent exists. NULL: FSDP_FLIGHT_RECORD, or no record
     uint64_t end_canary;
 } fsdp_world_desc;
 
@@ -1656,7 +1656,7 @@ template <class T> inline T *fsdp_view_grad_as(const fsdp_param_view *view) {
 #include "src/core/options.h"
 #include "src/core/predict.h"
 #include "src/core/spawn.h"
-#include "src/trace/record.h" // an extension that every program has: FSDP_TRACE, docs/see.md
+#include "src/trace/record.h" // an extension of every program: FSDP_TRACE, docs/observability.md
 #endif                    // FSDP_MATH_ONLY
 #endif                    // FSDP_IMPLEMENTATION
 

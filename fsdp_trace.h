@@ -4,8 +4,8 @@
        fsdptrace json DIR -o trace.json        // opens in Perfetto
 
    The program stays as it is: fsdp.h includes the recorder, src/trace/record.h. This header is for
-   programs that begin and end a trace themselves, or add work of their own to it. docs/see.md tells
-   what the tools print.
+   programs that begin and end a trace themselves, or add work of their own to it.
+   docs/observability.md explains what the tools print.
 
        fsdp_trace *trace;
        if (fsdp_trace_start(model, NULL, &trace)) return 1;    // before the first step

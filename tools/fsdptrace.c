@@ -6,7 +6,7 @@
        ./fsdptrace json DIR -o trace.json
 
    `hang` reads the flight records that FSDP_FLIGHT_RECORD=DIR has left: of a job that runs, hangs,
-   has failed or was killed. docs/see.md explains what it prints. Linux.
+   has failed or was killed. docs/observability.md explains what it prints. Linux.
 
    SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE

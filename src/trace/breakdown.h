@@ -15,11 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Owns: the analysis of a job's traces. docs/see.md has the definitions. Each nanosecond of a step
-   is of one part, so that the parts sum up to the step. COMPUTE is the caller's thread; on a device
-   with streams it is that stream. What COMPUTE does or waits for is a list of spans; one that is
-   further down in the list of parts covers those above it, and a wait for late members of a group
-   covers the rest of the same wait. */
+/* The analysis of a job's traces. docs/observability.md has the definitions. Each nanosecond of a
+   step is of one part, so that the parts sum up to the step. COMPUTE is the caller's thread; on a
+   device with streams it is that stream. The list of spans has the work and the waits of COMPUTE. A
+   span of a category covers spans of the categories above it in the list, and a wait for late
+   members of a group covers the rest of the same wait. */
 #define FSDPI_WHY_CATEGORIES(X)                                                                    \
     X(COMPUTE, "compute")  /* covered by nothing */                                                \
     X(CALLS, "rest")       /* host: in a call */                                                   \
