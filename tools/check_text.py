@@ -23,7 +23,7 @@
              which run_tests.sh sets: what is named passed in that run
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
-  names      what docs/architecture.md and docs/internals.md name exists
+  names      the library's names in docs/architecture.md exist
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -423,14 +423,14 @@ def check_pragmas():
 
 
 def check_names():
-    """Names of the library in docs/architecture.md and docs/internals.md exist; so do the words in
-    capital letters of the picture, which are steps, pools, streams and marks."""
+    """Names of the library in docs/architecture.md exist; so do the words in capital letters of the
+    picture, which are steps, pools, streams and marks."""
     code = "\n".join(code_of(path) for path in HEADERS + PARTS + PLAN + BACKENDS)
     names = set(re.findall(r"\w+", code))
     words = set()
     for path in PARTS + ["fsdp.h"]:
         words |= set(re.findall(r"\b(?:X\(|FSDP_STREAM_|FSDPI_USE_)(\w+)", read(path)))
-    for path in ["docs/architecture.md", "docs/internals.md"]:
+    for path in ["docs/architecture.md"]:
         picture = False
         for number, line in enumerate(lines_of(path), 1):
             if line.startswith("```"):

@@ -67,7 +67,6 @@ GOOD = {
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
     "docs/architecture.md": "src/core/a.h   the first one\nsrc/core/backends.h   the table\n"
                             "src/core/b.h   the other one\n`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
-    "docs/internals.md": "| a | `fsdpi_b`, src/core/b.h |\n",
     "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
     "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
@@ -259,7 +258,8 @@ def test_docs():
 
 
 def test_names():
-    finds("names", "docs/internals.md:1: no such name: fsdpi_c", docs_internals_md="| a | `fsdpi_c` |\n")
+    finds("names", "docs/architecture.md:1: no such name: fsdpi_c",
+          docs_architecture_md="| a | `fsdpi_c` |\n")
     finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
           docs_architecture_md="\n```\nfsdp_invented\n```\n")
     finds("names", "docs/architecture.md:3: no such step, pool, stream or mark: GATHER",
