@@ -549,7 +549,7 @@ TEST(long_cluster, build_of_the_document, SECONDS(120) | NIGHT) {
     (void)program("01_hello"); /* there is a Gloo to build with */
     CHECK(at && end);
     unsetenv("FSDP_BACKEND"); /* it is the only one */
-    process *p = start("set -e; cp -r fsdp*.h core backends examples tools %s; cd %s%.*s",
+    process *p = start("set -e; cp -r fsdp*.h src backends examples tools %s; cd %s%.*s",
                        h_tmpdir(), h_tmpdir(), (int)(end - at), at);
     CHECK_EQ_INT(finish(p), 0);
     CHECK_EQ_STR(p->output, on_one_host(2));
