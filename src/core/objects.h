@@ -1,8 +1,8 @@
 /* core/objects.h - the structs of a world, a mesh, a model and a unit
 
    A unit's fields are in four structs: fsdpi_desc is fixed by fsdp_fully_shard, fsdpi_options
-   changes with setters, fsdpi_unit_layout is computed by fsdp_fully_shard and by commit, fsdpi_state
-   changes in each step.
+   changes with setters, fsdpi_unit_layout is computed by fsdp_fully_shard and at commit,
+   fsdpi_state changes in each step.
    Source: torch: FSDPParam, FSDPParamGroup, FSDPState.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
