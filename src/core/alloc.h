@@ -14,8 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: host memory. A block is zero-filled and aligned to 64 bytes. It begins with its size, since
-// the caller's allocator is given the size when the library frees a block.
+// A block is zero-filled and aligned to 64 bytes. Its size is stored before it, since the caller's
+// allocator gets the size when the library frees the block.
 
 #define FSDPI_ALIGN 64
 

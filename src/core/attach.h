@@ -61,14 +61,14 @@ static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     return NULL;
 }
 
-// Worker threads and events have nothing more to tell to extensions.
+// Drains all streams and reports the times of ops, so that no later report calls an extension.
 static void fsdpi_end_times(const fsdp_model *m) {
     if (!(m->listeners & FSDPI_LISTEN_TIMES)) return;
     fsdpi_drain(m->world);
     fsdpi_timeline_end_all(m->world);
 }
 
-// Where the extension with these contents is attached.
+// Sets *out to the link to the attached extension that is equal to *given. Fails if there is none.
 static fsdp_status fsdpi_find_attached(fsdp_model *m, const fsdp_extension *given, const char *what,
                                        fsdpi_attached ***out) {
     fsdp_extension e;

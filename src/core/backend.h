@@ -12,7 +12,7 @@
 
 // State that ranks share if they are threads of one process. Set size, and the rest to zero.
 struct fsdp_threads {
-    uint32_t lock;         // of the backend
+    uint32_t lock;         // the backend's
     int32_t size;          // ranks
     void *common;          // the first open of the backend sets it
 };
@@ -46,8 +46,8 @@ typedef struct fsdp_caps {
     uint32_t flags;      // FSDP_CAP_*
     int lanes;           // streams that may run collectives at the same time: 1 or more
     int default_lanes;   // lanes if the caller gives no number; equal on all ranks. 0: inline
-    const char *because; // why so many, as a part of a text ("as ..."), or NULL
-    const int64_t *comm_bytes; // of the device, which all comms took when they were made; or NULL
+    const char *because; // reason for default_lanes, a clause for texts ("as ..."); or NULL
+    const int64_t *comm_bytes; // bytes of device memory that making all comms took; or NULL
 } fsdp_caps;
 
 /* One collective, as data. There are three such structs, because each has another reader. An
@@ -123,13 +123,13 @@ enum {
     FSDP_UPDATE_MUON
 };
 
-// What an EMA update does.
+// Kinds of EMA updates.
 enum { FSDP_EMA_AVERAGE = 0, FSDP_EMA_COPY, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK };
 
-/* What an optimizer does to a run of elements, or a scaler to their gradients. A step is a list of
-   runs, which do not overlap and have the same kind; each has its own scalars and dtypes. All
-   pointers are into the device's memory, or to FSDP_MEMORY_PINNED. fsdp_optim.h defines the
-   arithmetic, and computes the scalars.
+/* One update: an optimizer's of contiguous elements, or a scaler's of their gradients. A step
+   is a list of updates, which do not overlap and have the same kind; each has its own scalars and
+   dtypes. All pointers are into the device's memory, or to FSDP_MEMORY_PINNED. fsdp_optim.h defines
+   the arithmetic, and computes the scalars.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL

@@ -66,7 +66,7 @@ static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) 
     return b;
 }
 
-// Do ranks have to find each other, so that the job needs a name?
+// Returns 1 if the backend's ranks must find each other, so that the job needs a name.
 static int fsdpi_ranks_meet(const fsdp_comm_ops *ops) {
     const fsdpi_backend *b = fsdpi_backends;
     while (b->name && b->comm_ops() != ops) b++;

@@ -21,8 +21,9 @@
 
 #include <string.h>
 
-// Blocks of all reduced gradients of one dtype. For a norm that all ranks of the mesh sum up, only
-// the first replica has blocks: its gradients would count once per replica else.
+// Writes the blocks of all reduced gradients of parameters stored in `dtype` to `out`, and returns
+// their number. For a norm that is summed over all ranks of the mesh, only the first replica has
+// blocks: otherwise its gradients would count once per replica.
 static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
@@ -39,7 +40,7 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
     return num;
 }
 
-// Sum (or maximum) of m->scalar over one group.
+// Reduces m->scalar over one group: the sum, or for an infinite norm type the maximum.
 static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *comm, int size) {
     fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
     fsdpi_op_list one = {NULL, NULL, 0, 1};
@@ -53,7 +54,7 @@ static fsdp_status fsdpi_norm_reduce(fsdp_model *m, uint64_t given, fsdp_comm *c
     return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
 }
 
-// The sum of |g|^p of all gradients, or the maximum, to m->scalar. The host does not wait.
+// Sets m->scalar to the sum of |g|^p of all gradients, or to the maximum. The host does not wait.
 static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     const fsdp_mesh *mesh = m->info.mesh;
     int num = 0, accumulate = 0;
@@ -88,8 +89,8 @@ static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
     return fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
-// The device computes the factor from m->scalar, and multiplies all gradients by it. If the norm is
-// NaN, gradients become NaN, as in PyTorch; the padding between them stays 0.
+// Emits the ops that scale all gradients by a factor that the device computes from m->scalar. If
+// the norm is NaN, gradients become NaN, as in PyTorch; the padding between them stays 0.
 static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     fsdp_block *blocks = m->norm_blocks + m->num_params; // a plan keeps norm and clip of a step
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
@@ -134,8 +135,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
                          "fsdp_model_desc a mesh of all ranks that share units",
                          model->outside->desc.name);
     FSDPI_TRY(fsdpi_model_call(model, FSDP_CALL_CLIP, 0));
-    // Ranks compare the settings in the norm's collective. Replicas that are not in that collective
-    // compare them in their next one.
+    // The norm's collective compares the settings across its ranks; other replicas compare them in
+    // their next collective.
     const double settings[3] = {d.max_norm, d.norm_type, (double)d.error_if_nonfinite};
     uint64_t given = 1, bits[3];
     memcpy(bits, settings, sizeof bits);

@@ -1,4 +1,8 @@
-/* core/commit.h - commit: layouts are made, blocks allocated, what was held is moved
+/* core/commit.h - commit: lays out units, allocates flat blocks and moves the data of old ones
+
+   State: fsdp_model.flats, laid_out, committed and num_commits; the lists and templates of units.
+   Callers: every call of a step (fsdpi_commit); fsdp_set_requires_grad and fsdp_model_cast
+   (fsdpi_request_commit); model.h and predict.h (fsdpi_model_free_buffers).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -23,8 +27,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Where each unit lies in the flat blocks: trainables of all units, then frozen ones. A unit whose
-// parameters are all empty still needs an address to point at.
+// Assigns each unit its place in the flat blocks: trainables of all units, then frozen parameters.
+// A block has at least one element, so that empty parameters have an address.
 static void fsdpi_place_units(fsdp_model *m) {
     for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
         m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
@@ -52,8 +56,8 @@ static void fsdpi_place_units(fsdp_model *m) {
     }
 }
 
-// All works of a unit: first those of segments, then those of blocks, part after part, each with
-// room for what its list may need. With `at` they are placed there. Returns the bytes of all.
+// Places all lists of a unit, then its templates, in the memory at `at`, unless `at` is NULL: first
+// lists of segments, then lists of blocks, by dtype group. Returns the bytes that they need.
 enum { FSDPI_SEG_WORKS = 6, FSDPI_PART_WORKS = 7 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts,
@@ -93,7 +97,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_seg *gather = u->layout.all_gather.segs;
     for (int k = 0; k < u->layout.num_parts; k++) {
         fsdpi_dtype_group *part = &u->layout.parts[k];
-        int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+        int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // convert to bytes
         fsdpi_dtype_group_lists(u, part, gather);
         for (int i = 0; i < part->num_gather; i++, gather++) {
             gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
@@ -113,7 +117,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     return FSDP_OK;
 }
 
-// What a unit is before fsdpi_unit_build: sizes measured, no lists.
+// Undoes fsdpi_unit_build: the sizes stay, and the lists are empty. The caller has freed the lists.
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_op_list none = {NULL, NULL, 0, 0};
     for (int k = 0; k < u->layout.num_parts; k++) {
@@ -192,7 +196,7 @@ static void fsdpi_old_free(fsdp_model *m) {
 static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from,
                                   fsdp_dtype from_dtype, fsdp_buf *to, fsdp_dtype to_dtype) {
     fsdp_block *block = &u->model->norm_blocks[p->ordinal];
-    // One rank pads by the dtype.
+    // On one rank the padding depends on the dtype.
     int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
     fsdpi_op_list work = {block, NULL, 1, (uint64_t)numel};
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
@@ -200,13 +204,14 @@ static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *
     return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
 }
 
-// From the layout before fsdp_set_requires_grad or fsdp_model_cast to the new one.
+// Copies shards and reduced gradients from the blocks of the previous layout, if there is one, and
+// frees these blocks.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
         if (u->state.shard_grad == FSDPI_SHARD_GRAD_NONE)
-            u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
+            u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are zero
         for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
@@ -260,19 +265,20 @@ static fsdp_status fsdpi_lay_out(fsdp_model *m) {
     return FSDP_OK;
 }
 
-// Lays the model out, and lets extensions follow. If one of them cannot, the next call asks again.
+// Lays out the model if needed, and notifies extensions. If one of them fails, the next call
+// notifies them again.
 static fsdp_status fsdpi_commit(fsdp_model *m) {
     FSDPI_TRY(fsdpi_failed(m->world));
     if (m->committed) return FSDP_OK;
     if (!m->laid_out) FSDPI_TRY(fsdpi_lay_out(m));
-    m->committed = 1; // extensions look at parameters
+    m->committed = 1; // extensions may read parameters
     fsdp_status status = fsdpi_tell_values(m, FSDP_VALUES_MOVED, -1);
     m->committed = !status;
     return fsdpi_fail_together(m->world, status);
 }
 
-/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
-   another and moves what the blocks hold. The slots go too, since their sizes change. */
+/* Discards the layout, because a parameter is to be frozen, unfrozen or cast: the next commit makes
+   another one and moves the data of the blocks. Frees the slots, since their sizes change. */
 static fsdp_status fsdpi_request_commit(fsdp_model *m) {
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++) FSDPI_TRY(fsdpi_do_reshard(m->units[i]));
@@ -302,7 +308,7 @@ static void fsdpi_undefined_free(fsdp_model *m) {
     m->fallback_bytes = 0;
 }
 
-// Free everything of a model. For a prediction's copy: what the dry run has counted.
+// Frees the slots, blocks and tables of a model, or of the copy that a prediction makes.
 static void fsdpi_model_free_buffers(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) {
         for (int k = 0; k < m->classes[i].count; k++) fsdpi_buf_free(m, m->classes[i].slots[k]);

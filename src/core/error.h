@@ -1,4 +1,7 @@
-/* core/error.h - error texts, and the way out for every message
+/* core/error.h - reports failures: texts, the log, and the end of a world
+
+   State: fsdp_world.state, failure and error. The first failure of a world stays, and later calls
+   return it. For failures without a world each thread has a text, the only writable static here.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -18,15 +21,12 @@
 #include <string.h>
 #include <unistd.h>
 
-// Return the status of a call from this function, unless it is FSDP_OK.
+// Returns the status of a call from the current function, unless it is FSDP_OK.
 #define FSDPI_TRY(call)                                                                            \
     do {                                                                                           \
         fsdp_status fsdpi_tried = (call);                                                          \
         if (fsdpi_tried) return fsdpi_tried;                                                       \
     } while (0)
-
-// Invariant: the first failure of a world stays; later calls return it. The only writable static is
-// a thread's text for failures without a world.
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
 
@@ -48,7 +48,8 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
 
 static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
 
-// If a rank forks a process, the copy of the world there is no rank: each call on it fails.
+// Returns the status of a failed world. Fails with E215 in a forked child, whose copy of the world
+// is not a rank; logs it once.
 static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
     fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
     if (state) return (fsdp_status)(state - 1);
@@ -66,9 +67,9 @@ static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
     return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
 }
 
-/* Marks the world as failed on this rank for good, and aborts it on the others. The first failure
-   stays; its text is written before its status can be seen. Logs the text if `logs`. Returns the
-   status of the first failure. */
+/* Marks the world as failed, permanently, and aborts it on all ranks. Keeps the first failure,
+   whose text is written before its status can be seen. Logs the text if `logs`. Returns the status
+   of the first failure. */
 static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, const char *said) {
     char text[FSDPI_TEXT];
     int used = snprintf(text, sizeof text, "%s", said);
@@ -102,8 +103,9 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return fsdpi_world_end(w, status, 1, text);
 }
 
-/* This call fails: its text is kept, and logged if `logs`. Returns status. The world goes on, but
-   fails if its device is stuck: the library can neither free nor clear memory any more. */
+/* Reports a failed call: keeps its text, logs it if `logs`, and returns `status`. The world stays
+   usable, unless its device is hung: then the world fails, since the library can neither free nor
+   clear memory. */
 FSDP_PRINTF(4, 0)
 static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
                                    va_list args) {
@@ -140,7 +142,7 @@ static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_fir
     return status;
 }
 
-// An argument, a field of a desc or an environment variable is wrong.
+// Reports an invalid argument, field of a desc or environment variable.
 FSDP_PRINTF(2, 3)
 static fsdp_status fsdpi_invalid_arg(fsdp_world *w, const char *fmt, ...) {
     va_list args;
@@ -150,7 +152,7 @@ static fsdp_status fsdpi_invalid_arg(fsdp_world *w, const char *fmt, ...) {
     return status;
 }
 
-// `which`: the names of the arguments that must not be NULL.
+// Reports a NULL argument. `which`: the names of the arguments that must not be NULL.
 static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
     return fsdpi_invalid_arg(w, "[E101] %s: %s is NULL", call, which);
 }
@@ -158,8 +160,8 @@ static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const ch
     return fsdpi_null(m ? m->world : NULL, call, which);
 }
 
-// The host's allocator has failed. name: that of a unit or an extension, or "". The text says what
-// the models of this rank hold of its memory; what would help takes memory to find out.
+// Reports that the host's allocator has failed. name: a unit's or an extension's, or "". The text
+// says how much memory the models of this rank hold, but names no remedy: that would need memory.
 static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
                                                   size_t bytes) {
     int64_t tables = 0, buffers = 0;
@@ -175,15 +177,15 @@ static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *wha
                      (long long)tables, (long long)buffers);
 }
 
-// A call of all ranks ends with `status` on this rank. If it failed, the world fails: the other
-// ranks would wait for this one.
+// Ends a call that all ranks make. If it failed here, the world fails: the peers would wait for
+// this rank. Returns `status`.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
-    return fsdpi_world_end(w, status, 0, w->error); // it is logged
+    return fsdpi_world_end(w, status, 0, w->error); // the text is logged already
 }
 
-/* Copies a desc into a zeroed struct of this header's size. If the program was built with an older
-   header, its struct is shorter: `size` says so, and its end canary comes last in it. */
+/* Copies a desc into a zeroed struct of this header's size, without its end canary. The struct of a
+   program that was built with an older header is shorter: its field `size` has its size. */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
                                     const char *what) {
     uint32_t given, canary;
@@ -212,8 +214,8 @@ extern int fsdpi_backtrace(void **frames, int size) __asm__("backtrace");
 extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("backtrace_symbols");
 #endif
 
-/* An invariant of the library does not hold: log "[Rank r]", the text and a backtrace, and abort
-   the world. Such a failure usually hits one rank only and would look like a time-out elsewhere.
+/* Reports a broken invariant of the library: logs a backtrace, the text and "[Rank r]", and aborts
+   the world. Such a failure usually hits one rank only, and peers would report a timeout.
    Source: torch: _raise_assert_with_print. */
 static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
                                                       const char *what) {

@@ -26,7 +26,7 @@
 #include <string.h>
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: records of extensions.
+// Ops of extensions, and names of their labels and pools.
 
 static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const char *name,
                           const char *what) {
@@ -78,7 +78,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 
 static int fsdpi_is_collective(int k) { return k >= FSDP_OP_ALL_GATHER && k <= FSDP_OP_RECV; }
 
-// What is wrong with an extension's record, in words; NULL: nothing.
+// Returns a clause that names an error in an extension's op, or NULL.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
     int32_t size;
@@ -119,7 +119,7 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
-// What a marker says happens: to slots that an extension gives to units.
+// Applies a marker op to a slot that an extension gives to a unit.
 static void fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
     if (op->kind == FSDP_OP_ACQUIRE && op->dst) fsdpi_hold(m, op->dst);
     if (op->kind == FSDP_OP_GRADS_WRITTEN && op->dst)
@@ -159,7 +159,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: buffers and memory of extensions.
+// Buffers and memory of extensions.
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
@@ -281,7 +281,7 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: copies, waits, and bytes on which ranks have to agree.
+// Copies, waits, and bytes that ranks must agree on.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
     if (!model || (nbytes > 0 && (!dst || !src)))

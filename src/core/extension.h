@@ -10,21 +10,21 @@
 #define FSDP_EXTENSION_H
 // clang-format off
 
-// Numbers that an extension keeps and that a checkpoint must write: one item of them.
+// One item of the numbers that an extension keeps and a checkpoint must write.
 typedef struct fsdp_state_item {
     const char *extension;        // name of the extension
     const char *name;             // for example "exp_avg"; NULL: there is no further item
-    int32_t ordinal;              // of the parameter that it belongs to; -1: of none
+    int32_t ordinal;              // ordinal of its parameter; -1: none
     int32_t sharded;              // 1: this rank's rows of a tensor of the parameter's shape, see
                                   // fsdp_param_view; 0: the same on all ranks
     fsdp_dtype dtype;
     int32_t memory;               // place of data: FSDP_MEMORY_HOST or FSDP_MEMORY_DEVICE
     int32_t ndim;
-    int64_t shape[FSDP_MAX_DIMS]; // of the whole tensor; for a sharded item the library fills it in
+    int64_t shape[FSDP_MAX_DIMS]; // shape of the tensor; for a sharded item the library sets it
     int64_t numel;                // elements here, contiguous
     void *data;                   // a checkpoint reads it; a load writes it
-    int32_t sizes_only;           // 1: who asks does not read data. Extensions begin nothing
-    int32_t at[2];                // the library's: where fsdp_next_state goes on
+    int32_t sizes_only;           // 1: the caller does not read data, so extensions start no work
+    int32_t at[2];                // the library's: position of fsdp_next_state
 } fsdp_state_item;
 
 // Events of fsdp_extension.values.
@@ -34,7 +34,7 @@ enum {
     FSDP_VALUES_REPLACE,   // fsdp_init_params or the load of a checkpoint is about to replace this
                            // parameter: what you keep of the old values is stale, unless the load
                            // writes it, too
-    FSDP_VALUES_REPLACED,  // all of which REPLACE told are there, and your items are
+    FSDP_VALUES_REPLACED,  // the values that REPLACE announced are there, and your items are
     FSDP_VALUES_WRITTEN    // fsdp_param_load has written this parameter
 };
 
@@ -52,20 +52,20 @@ typedef struct fsdp_extension {
     // the library calls no further extension. Calls of a step that you make go to the extensions
     // after you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
-    // A call of which `call` is told has ended, other than SET, reset and load: the caller's work
-    // comes next.
+    // A call that `call` gets has ended, except for SET, reset and load: the caller's work comes
+    // next.
     void (*returned)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
-    // A record is about to run. You get a copy and may change it; kind, seq, stream, src, dst
-    // and its waits stay. Return non-zero to take the record: it does not run,
-    // later extensions do not see it, and all else goes on as if it had run.
+    // An op is about to run. You get a copy and may change it; kind, seq, stream, src, dst and its
+    // waits stay. Return non-zero to take the op: it does not run, later extensions do not see it,
+    // and all else continues as if it had run.
     int (*op)(void *user, fsdp_model *model, fsdp_op *op);
     // released NULL: the unit is about to take a slot of a pool; if you return a buffer, the unit
-    // uses it. Else: a unit gives back a slot, yours or the pool's; the library ignores the result.
+    // uses it. Otherwise: a unit releases a slot, yours or the pool's; the result is ignored.
     fsdp_buf *(*buffer)(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                         fsdp_buf *released);
-    // A record has run; nanoseconds on the world's clock. Before, for op->waited_ns, its stream has
-    // waited for other streams: so a USE tells how long COMPUTE had nothing to do. Inline: called
-    // at once; with lanes: in the thread that ran it; on a device with streams: in a later call,
+    // An op has run; nanoseconds on the world's clock. Before, for op->waited_ns, its stream has
+    // waited for other streams: so a WAIT shows how long COMPUTE was idle. Inline: called at once;
+    // with worker threads: in the thread that ran it; on a device with streams: in a later call,
     // from timed events.
     // It must not call functions that take the world, the model or a unit.
     void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
@@ -74,7 +74,7 @@ typedef struct fsdp_extension {
     void (*relayout)(void *user, fsdp_model *model);
     // Parameters are moved, or get values that no step has given them: `event` is FSDP_VALUES_*.
     // ordinal: the parameter; -1 for events of all. Your failure is that of the call. After a
-    // failure of MOVED the world ends if it has several ranks; else the next call tells you again.
+    // failure of MOVED the world ends if it has several ranks; otherwise the next call repeats it.
     // fsdp_model_broadcast copies your items that have an ordinal, and then calls `state`.
     fsdp_status (*values)(void *user, fsdp_model *model, int event, int ordinal);
     // Fill in item `index`, 0, 1, ...; leave its name NULL if there is none. item NULL: a load
@@ -180,8 +180,8 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 /* fsdp_buf_create - zeroed memory for records, with the two events that order them
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
-   fsdp_buf_view - a part of another buffer: own events, no own memory, not counted. whole NULL: of
-               no bytes, for its events alone
+   fsdp_buf_view - a part of another buffer: own events, no own memory, not counted. whole NULL:
+               no bytes, only events
    buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
@@ -293,8 +293,8 @@ FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int
 FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out);
 FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out);
 
-/* fsdp_on_commit - from now on call fn at the end of the first commit of each model of the process:
-   it may attach extensions, and communicate over the model's mesh. So an extension comes to models
+/* fsdp_on_commit - from now on call fn at the end of every model's first commit in this process: it
+   may attach extensions, and communicate over the model's mesh. So an extension comes to models
    of programs that do not call it
    hook        not copied: it lives as long as the process. Give it before the first world is made
    Thread      any, one at a time */

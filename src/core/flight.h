@@ -17,12 +17,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Owns: the file DIR/JOB.RANK.flight. It is mapped, so what is written is in the file when the
-   process is killed. tools/fsdptrace reads it at any moment, also while the rank writes. If
-   fsdp_world.flight is NULL, nobody has asked for a record.
-   Worker threads and backends write operations beside the caller's thread: each has its own entry.
-   A reader takes an entry only if its number, which is written after the other fields but for
-   fingerprint, on_stream and end_ns, is that of its place. */
+/* The state is the file DIR/JOB.RANK.flight. It is mapped, so all that has been written is in the
+   file when the process is killed. tools/fsdptrace reads it at any time, also while the rank
+   writes. fsdp_world.flight is NULL if no flight record is wanted. The caller's thread, worker
+   threads and backends write operations: each has its own entry. A reader takes an entry only if
+   its number matches its place. The number is written after the other fields, except for
+   fingerprint, on_stream and end_ns. */
 
 enum {
     FSDPI_FLIGHT_OPS = 4096, // the last operations; the others: groups and steps
@@ -31,7 +31,7 @@ enum {
     FSDPI_FLIGHT_NAME = 64 // bytes of a name (fsdpi_cut)
 };
 enum { FSDPI_FLIGHT_RUNS = 1, FSDPI_FLIGHT_SHUT_DOWN, FSDPI_FLIGHT_FAILED };
-// Operations that are no collective.
+// Kinds of operations that are not collectives.
 enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 
 // An operation. Times are of the world's clock, in ns. end_ns 0: it has not ended.
@@ -63,7 +63,7 @@ typedef struct fsdpi_flight_step {
 
 struct fsdpi_flight_record {
     char magic[8];
-    uint32_t bytes, state; // of this struct; FSDPI_FLIGHT_RUNS, ...
+    uint32_t bytes, state; // size of this struct; FSDPI_FLIGHT_RUNS, ...
     int32_t rank, size, pid, status;
     int64_t pid_began; // field 22 of /proc/PID/stat: another process may get the number
     uint64_t boot, pids, clock; // fsdpi_boot_id, the PID namespace, fsdpi_system_clock_id
@@ -79,7 +79,7 @@ struct fsdpi_flight_record {
     uint32_t call, reserved_call;
     char call_what[FSDPI_FLIGHT_NAME]; // "": none
     uint64_t begun, steps;          // operations and steps so far
-    int64_t step_begin_ns, comm_ns; // of the step under way
+    int64_t step_begin_ns, comm_ns; // values of the present step
     uint32_t num_comms, reserved;
     fsdpi_flight_comm comm[FSDPI_FLIGHT_COMMS]; // [0]: operations on no known group
     fsdpi_flight_step last[FSDPI_FLIGHT_STEPS];
@@ -115,9 +115,9 @@ static int64_t fsdpi_process_began(int pid, char *state) {
     return (int64_t)began;
 }
 
-/* Makes the file, in place of one of an earlier job. All of its blocks are there before it is
-   mapped: a full disk would end the process later. Returns NULL, or why there is no record; the
-   world goes on without it. */
+/* Makes the file, and replaces that of an earlier job. Allocates all blocks before it maps the
+   file: a full disk would end the process later. Returns NULL, or the reason why there is no flight
+   record; the world works without it. */
 static const char *fsdpi_flight_open(fsdp_world *w, const char *dir) {
     char path[sizeof w->flight->path];
     void *at = MAP_FAILED;
@@ -174,7 +174,7 @@ static void fsdpi_flight_close(fsdp_world *w) {
     (void)munmap(f, sizeof *f);
 }
 
-// The world has failed.
+// Notes the failure of the world.
 static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status status,
                               const char *text) {
     f->ended_ns = now;
@@ -184,9 +184,9 @@ static void fsdpi_flight_fail(fsdpi_flight_record *f, int64_t now, fsdp_status s
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What happens.
+// Groups, operations, calls and steps.
 
-// A new group. The caller's thread alone makes groups.
+// Adds a group. Only the caller's thread makes groups.
 static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, const char *name,
                              const int32_t *ranks, int size, int index) {
     fsdpi_flight_record *f = w->flight;
@@ -205,7 +205,8 @@ static void fsdpi_flight_add(fsdp_world *w, const fsdp_comm *comm, int number, c
     FSDPI_STORE(&f->num_comms, f->num_comms + 1);
 }
 
-// An operation begins. One thread at a time is in a group. Who runs it writes the fingerprint.
+// Begins an operation, and returns its entry. One thread at a time uses a group. The code that runs
+// the operation writes the fingerprint.
 static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     fsdpi_flight_record *f = w->flight;
     uint64_t key = (uint64_t)(uintptr_t)op->comm;
@@ -213,7 +214,7 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     while (at > 0 && f->comm[at].key != key) at--;
     uint64_t number = __atomic_add_fetch(&f->begun, 1, __ATOMIC_RELAXED);
     fsdpi_flight_op *o = &f->op[(number - 1) % FSDPI_FLIGHT_OPS];
-    (void)__atomic_exchange_n(&o->number, 0, __ATOMIC_ACQ_REL); // before what follows
+    (void)__atomic_exchange_n(&o->number, 0, __ATOMIC_ACQ_REL); // before the writes below
     __atomic_store_n(&o->end_ns, 0, __ATOMIC_RELAXED);
     o->begin_ns = fsdpi_now(w);
     o->count = op->count;
@@ -238,7 +239,7 @@ static void fsdpi_flight_end(fsdp_world *w, fsdpi_flight_op *o) {
     __atomic_add_fetch(&w->flight->comm_ns, now - o->begin_ns, __ATOMIC_RELAXED);
 }
 
-// The program makes a call. what: the unit's name, or of an extension that of its call.
+// Notes a call of the program. what: the unit's name, or the name of an extension's call.
 static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char *what) {
     fsdpi_flight_record *f = w->flight;
     int64_t now = fsdpi_now(w);
@@ -252,7 +253,7 @@ static FSDPI_NOINLINE void fsdpi_flight_call(fsdp_world *w, int call, const char
     __atomic_store_n(&f->comm_ns, 0, __ATOMIC_RELAXED);
 }
 
-// Finalize has ended a step.
+// Notes the end of a step, at finalize.
 static void fsdpi_flight_step_end(fsdp_world *w, uint64_t step) {
     fsdpi_flight_record *f = w->flight;
     fsdpi_flight_step *s = &f->last[f->steps % FSDPI_FLIGHT_STEPS];

@@ -1,4 +1,8 @@
-/* core/gather.h - parameters: gathered, waited for, freed, prefetched
+/* core/gather.h - full parameters: unshard, wait, reshard, prefetch
+
+   State: a unit's slots GATHER and SLICE, and its storage state.
+   Callers: the rows of step.h.
+   Source: torch: FSDPParamGroup.unshard, wait_for_unshard, reshard.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -14,9 +18,7 @@
 #include "grad_path.h"
 #include "template.h"
 
-/* Owns: the slots GATHER and SLICE, and a unit's storage state. A gather takes these steps; each
-   row of the table (step.h) asks for some of them.
-   Source: torch: FSDPParamGroup.unshard, wait_for_unshard, reshard. */
+// The steps of an all-gather. The layout and the storage state decide which of them run.
 static const fsdpi_step
     fsdpi_copy_in = {FSDPI_STEP_COPY_IN, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
     fsdpi_gather_shards = {FSDPI_STEP_GATHER, FSDP_POOL_SHARD, FSDP_POOL_GATHER, 0, 1},
@@ -27,7 +29,7 @@ static const fsdpi_step
     fsdpi_gather_slices = {FSDPI_STEP_SLICE_GATHER, FSDP_POOL_SLICE, FSDP_POOL_GATHER,
                            FSDPI_RELEASES, 1};
 static const fsdpi_step fsdpi_waits[] =
-    { // by fsdpi_unit_layout.gather: where the full parameters lie
+    { // by fsdpi_unit_layout.gather: the buffer of the full parameters
         {FSDPI_STEP_WAIT, FSDP_POOL_SHARD, FSDPI_NOWHERE, 0, 1},
         {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
         {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
@@ -42,8 +44,8 @@ static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// A gather that nobody waited for still reads shards, here and on the peers, which the caller may
-// write next: the caller's stream waits for it too.
+// Frees the full parameters. COMPUTE waits even for an all-gather that has no use: it still reads
+// shards, here and on peers, and the caller may write shards next.
 static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     fsdp_status status = fsdpi_do_wait(u);
@@ -54,13 +56,13 @@ static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
     return status ? status : gather ? gather : slice;
 }
 
-// Shards have been written: what was gathered before is not used again.
+// Notes that shards have been written: the next unshard gathers the unit again.
 static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
     u->state.stale = u->state.storage != FSDP_STORAGE_SHARDED;
     return FSDP_OK;
 }
 
-static int fsdpi_is_gathered(const fsdp_unit *u) { // or under way
+static int fsdpi_is_gathered(const fsdp_unit *u) { // or in flight
     return u->state.storage == FSDP_STORAGE_IN_FLIGHT || u->state.storage == FSDP_STORAGE_UNSHARDED;
 }
 
@@ -74,7 +76,7 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     if (fsdpi_is_gathered(u)) return FSDP_OK;
     if (gather != FSDPI_GATHER_ALIAS)
         FSDPI_TRY(fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]));
-    if (s->slot[FSDP_POOL_SLICE]) { // over fewer ranks, each piece to its last place
+    if (s->slot[FSDP_POOL_SLICE]) { // over fewer ranks, and no copy out
         FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_gather_slices));
     } else if (gather != FSDPI_GATHER_ALIAS) {
         const int staged = gather == FSDPI_GATHER_STAGED;
@@ -90,7 +92,7 @@ static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
     return u->options.unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
 }
 
-// Keep 1/n of what was gathered, or nothing, or all of it.
+// Applies reshard_after_forward: keeps all full parameters, none, or 1/n of them in SLICE.
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
@@ -99,8 +101,9 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// A gather that is still in flight was a prefetch without a use. After the last backward it is
-// given up. Before that it goes on, and a hook that writes the shard waits for it.
+// Reshards after backward, if the option is set. An all-gather still in flight was a prefetch
+// without a use: the last backward reshards it. An earlier backward keeps it, and makes COMPUTE
+// wait for it if there are gradient hooks: they follow COMPUTE and may write shards.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int in_flight = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
     if (in_flight ? u->model->is_last_backward : u->options.reshard_after_backward)
@@ -109,7 +112,7 @@ static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     return fsdpi_emit_step(u, &fsdpi_waits[u->layout.gather]);
 }
 
-// Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
+// Gathers a unit before its use, unless all prefetches would hold more than prefetch_bytes.
 static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int slot = u->layout.classes[FSDP_POOL_GATHER];
@@ -129,8 +132,8 @@ static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-/* The units that were named; else the one whose forward came before this one's: it is gathered
-   while this one computes. An inline device would only block earlier. */
+/* Prefetches the units set for backward; without any, the unit whose forward preceded this one's.
+   By default the latter is off if ops run inline: the all-gather would block, not overlap. */
 static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int at = u->state.last_order, policy = m->desc.implicit_prefetch;

@@ -1,8 +1,10 @@
 /* core/grad_path.h - the steps of a reduction, and the function that chooses them
 
-   The functions here are pure: they know no unit and no memory. Facts go in, steps come out. Which
-   steps a reduction takes is decided here alone; whether a unit is reduced at all, by
-   fsdpi_do_reduce. template.h makes records of steps; a step without work has none.
+   The functions here are pure: they compute a gradient path, a list of steps, from the facts of a
+   unit. Only they decide which steps a reduction takes; fsdpi_do_reduce decides whether a unit is
+   reduced. template.h makes ops of steps; a step without work has none.
+   Callers: unit.h (fsdpi_unit_facts), grads.h (fsdpi_do_reduce).
+   Source: torch: FSDPParamGroup.post_backward, foreach_reduce.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -14,45 +16,45 @@
 #include <math.h>
 #include <string.h>
 
-/* The options of a unit that decide its route: type, name, value in a new unit. They are facts, and
-   fields of fsdpi_options. */
+/* The options of a unit that decide its gradient path: type, name, value in a new unit. They are
+   fields of fsdpi_facts and of fsdpi_options. */
 #define FSDPI_GRAD_PATH_OPTIONS(X)                                                                 \
     X(uint8_t, sync, 1)                                                                            \
     X(uint8_t, all_reduce, 1)                                                                      \
     X(double, divide_factor, 0) /* 0: the number of ranks */
 
-// What a route is decided by.
+// The facts of a unit that decide its gradient path.
 typedef struct fsdpi_facts {
     int32_t shards, replicas; // W, R: ranks that shard, ranks that replicate
-    // Of the unit's layout. The dtypes are those of its first part with trainables.
-    uint8_t one_part;    // all parameters are stored in one dtype and gathered in one dtype
-    uint8_t one_train;   // all trainable ones are
-    uint8_t extended;    // a parameter is gathered by functions of the user
-    fsdp_dtype stored;   // of the shard
-    fsdp_dtype gathered; // of the full parameter, and of the gradient that the caller writes
-    fsdp_dtype grad;     // of the shard gradient
-    fsdp_dtype reduce;   // of the reduction
-    // Of the model and its world.
-    uint8_t offload; // shards and their gradients lie in pinned host memory
-    uint8_t fuses;   // the backend's reduce_scatter casts, scales and adds
-    uint8_t debug;   // what is given back becomes NaN, or is poisoned
-    // Options. divide_factor is the number that divides, never 0.
-    uint8_t hook;              // an all-reduce hook is set
-    uint8_t custom_all_reduce; // a function of the user all-reduces; it may not scale
+    // From the unit's layout. The dtypes are those of its first dtype group with trainables.
+    uint8_t one_part;    // 1: the unit has one dtype group
+    uint8_t one_train;   // 1: at most one dtype group has trainables
+    uint8_t extended;    // 1: the first dtype group has a gather extension
+    fsdp_dtype stored;   // dtype of the shard
+    fsdp_dtype gathered; // dtype of the full parameter, and of the gradient that the caller writes
+    fsdp_dtype grad;     // dtype of the shard gradient
+    fsdp_dtype reduce;   // dtype of the reduction
+    // From the model and its world.
+    uint8_t offload; // 1: shards and shard gradients lie in pinned host memory
+    uint8_t fuses;   // 1: the backend's reduce_scatter casts, scales and adds
+    uint8_t debug;   // 1: released slots become NaN, or are poisoned
+    // From the options. divide_factor is the effective divisor, never 0.
+    uint8_t hook;              // 1: an all-reduce hook is set
+    uint8_t custom_all_reduce; // 1: a function of the user all-reduces; it may not scale
 #define FSDP_X(type, name, initial) type name;
     FSDPI_GRAD_PATH_OPTIONS(FSDP_X)
 #undef FSDP_X
 } fsdpi_facts;
 
-enum {                   // where a gather reads
-    FSDPI_GATHER_ALIAS,  // nothing is gathered: the full parameters are the shards
+enum {                   // the memory that an all-gather reads
+    FSDPI_GATHER_ALIAS,  // no all-gather: the full parameters are the shards
     FSDPI_GATHER_SHARDS, // peers read the shards
-    FSDPI_GATHER_STAGED  // peers read this rank's part of the slot, which is filled before
+    FSDPI_GATHER_STAGED  // peers read this rank's chunk of the slot, which COPY_IN fills
 };
 
-/* The kinds of steps. A step is one record, or one record for each part of the unit: name, op,
-   label, stream (COUNT: that of the last copy), group, blocks or segments, function, and the words
-   of fsdp_model_describe. */
+/* The kinds of steps. A step is one op, or one op for each dtype group of the unit. Columns: name,
+   op, label, stream (COUNT: ALLREDUCE with replicas, otherwise REDUCE), group, blocks or segments,
+   function, and the text in fsdp_model_describe. */
 #define FSDPI_STEP_LIST(X)                                                                         \
     X(COPY_IN, COPY, COPY_IN, GATHER, NO_GROUP, PART(copy_in), fsdpi_call_pre_gather, "cast")      \
     X(GATHER, ALL_GATHER, GATHER, GATHER, SHARDS, UNIT(all_gather), NULL, "all_gather")            \
@@ -80,7 +82,7 @@ enum {                   // where a gather reads
     X(TO_SHARD, COPY, RED_OUT, COUNT, NO_GROUP, PART(to_shard), NULL,                              \
       "divide, cast and add to the shard gradient")
 
-enum { // those from ZERO_GRAD on are of gradients
+enum { // from ZERO_GRAD on: steps of gradients
 #define FSDP_X(name, op, label, stream, group, work, call, text) FSDPI_STEP_##name,
     FSDPI_STEP_LIST(FSDP_X)
 #undef FSDP_X
@@ -88,14 +90,14 @@ enum { // those from ZERO_GRAD on are of gradients
 };
 
 enum { // the places of a unit: FSDP_POOL_SHARD .. FSDP_POOL_REDUCE_OUT, and
-    FSDPI_FRESH = FSDP_POOL_REDUCE_OUT + 1, // a second REDUCE_OUT within a call: sums that are
-                                            // added to those that wait
+    FSDPI_FRESH = FSDP_POOL_REDUCE_OUT + 1, // a second REDUCE_OUT during a call: new sums, which
+                                            // ADD adds to those in REDUCE_OUT
     FSDPI_PLACES,
     FSDPI_NOWHERE = FSDPI_PLACES
 };
 
-enum {                  // how a step works
-    FSDPI_ADDS = 1,     // it adds to what is in `to`
+enum {                  // fsdpi_step.how
+    FSDPI_ADDS = 1,     // it adds to the content of `to`
     FSDPI_ACQUIRES = 2, // it acquires the slot `to`
     FSDPI_RELEASES = 4, // it releases the slot `from`
     FSDPI_DIVIDES = 8   // it divides by the gradient divide factor
@@ -103,68 +105,70 @@ enum {                  // how a step works
 
 typedef struct fsdpi_step {
     uint8_t kind, from, to, how; // FSDPI_STEP_*; places; a set of FSDPI_ADDS, ...
-    double scale;                // what it reads is multiplied by this
+    double scale;                // factor for the input
 } fsdpi_step;
 
-/* Where gradients of a unit are: of microbatches that are not reduced yet, in a slot; reduced ones,
-   in the shard gradient. All other state of a reduction follows from this set.
+/* The gradients that a unit holds: unreduced ones of microbatches in a slot, reduced ones in the
+   shard gradient. All other state of a reduction follows from this set.
 
      pre_backward           post_backward
           |
           v
-        GRAD  ---- TO_IN, if it is cast, divided or of several parts ---->  REDUCE_IN
+        GRAD  ---- TO_IN, if it is cast or of several dtype groups ------>  REDUCE_IN
         kept without sync                                                   kept without sync
           |                                                                     |
           +--------------------------------+------------------------------------+
                                            |
               one rank: TO_SHARD           |  replicas: TO_OUT, ADD; on one shard it stays there
-              shards alone: SCATTER        v
+              shards only: SCATTER         v
           +----------------------------  REDUCE_OUT   kept without all_reduce
           v                                |
      SHARD_GRAD  <------ TO_SHARD  <------ REPLICAS, HOOK
 
-   After a unit's backward GRAD and REDUCE_IN are never held both. REDUCE_OUT is held only if W > 1
-   and R > 1. fsdpi_unit_check (grads.h) asserts what else holds. */
+   After its backward a unit holds at most one of GRAD and REDUCE_IN. It holds REDUCE_OUT only if
+   W > 1 and R > 1. fsdpi_unit_check (grads.h) asserts these and further invariants. */
 enum {
     FSDPI_HELD_GRAD = 1,
     FSDPI_HELD_IN = 2,
     FSDPI_HELD_OUT = 4,
-    FSDPI_HELD_SHARD = 8, // the shard gradient has a reduced gradient
+    FSDPI_HELD_SHARD = 8, // the shard gradient holds a reduced gradient
     FSDPI_HELD_SLOTS = FSDPI_HELD_GRAD | FSDPI_HELD_IN | FSDPI_HELD_OUT
 };
 
-enum { FSDPI_GRAD_PATH_STEPS = 7 }; // the longest: sums wait, a backend that does not fuse, a hook
+enum { FSDPI_GRAD_PATH_STEPS = 7 }; // the longest: REDUCE_OUT held, no fusing backend, a hook
 
-// What is done with the gradients at the end of a backward.
+// The steps that a unit takes with its gradients at the end of a backward.
 typedef struct fsdpi_grad_path {
-    uint8_t num, held; // held: before the first step
-    uint8_t done;      // after the last step the shard gradient has everything
+    uint8_t num, held; // held: FSDPI_HELD_* before the first step
+    uint8_t done;      // 1: after the last step all gradients are in the shard gradient
     fsdpi_step steps[FSDPI_GRAD_PATH_STEPS];
 } fsdpi_grad_path;
 
-// One part that is stored as it is gathered, in memory that peers can read.
+// Returns 1 if the unit has one dtype group, which is stored as it is gathered, in memory that
+// peers can read.
 static int fsdpi_facts_plain(const fsdpi_facts *f) {
     return f->one_part && f->stored == f->gathered && !f->extended && !f->offload;
 }
 
 static int fsdpi_facts_gather(const fsdpi_facts *f) {
-    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer finds NaN or poison
+    int copies = f->debug && f->shards == 1; // stale pointers find NaN or poison
     return !fsdpi_facts_plain(f) || copies ? FSDPI_GATHER_STAGED
            : f->shards > 1                 ? FSDPI_GATHER_SHARDS
                                            : FSDPI_GATHER_ALIAS;
 }
 
-/* Does TO_IN have to copy gradients to REDUCE_IN before they are reduced? Yes, if they are in
-   several parts, or in another dtype than that of the reduction. Gradients of 16 bits that are
-   reduced in f32 need no copy if the next step widens what it reads: a fused reduce_scatter does,
-   and so does TO_SHARD of a single rank, unless an all-reduce hook is shown the reduce input. */
+/* Returns 1 if TO_IN must copy gradients to REDUCE_IN before they are reduced: they are in several
+   dtype groups, or their dtype is not that of the reduction. Gradients of 16 bits that are reduced
+   in f32 need no copy if the next step widens its input: a fused reduce_scatter does, and TO_SHARD
+   on one rank, unless an all-reduce hook gets the reduce input. */
 static int fsdpi_facts_copy_first(const fsdpi_facts *f, int hook) {
     int widens = f->reduce == FSDP_F32 && fsdp_dtype_size(f->gathered) == 2;
     int reads = f->shards > 1 ? f->fuses : f->replicas == 1 && !hook;
     return !f->one_train || (f->gathered != f->reduce && !(widens && reads));
 }
 
-// Can gradients be written where they end? One rank, nothing that waits, to convert or to show.
+// Returns 1 if the caller can write the shard gradient itself: one rank, no unreduced gradients, no
+// cast, no division and no hook.
 static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
     return f->shards * f->replicas == 1 && !(held & FSDPI_HELD_SLOTS) && fsdpi_facts_plain(f) &&
            f->reduce == f->stored && f->grad == f->stored && f->sync && f->divide_factor == 1 &&
@@ -173,19 +177,19 @@ static int fsdpi_facts_write_shard(const fsdpi_facts *f, int held) {
 
 enum { FSDPI_AT_THE_END = FSDPI_STEP_COUNT };
 
-/* How a reduction divides: all at once in its last step, except for sums in f16 of several ranks,
-   which have to stay in range. These are divided in stages:
-     - If the backend's reduce_scatter cannot scale, or a function of the user all-reduces: what
-       goes in by `before`, and in the last step by the rest of the factor.
-     - Else the backend sums in f32 and divides what it stores: with replicas the shard group's sums
-       by `sums`, and in REPLICAS by the rest; without replicas TO_OUT divides by the factor.
-   `before` and `sums` are powers of two. They do not depend on the factor, which may change while
-   gradients wait. They follow from ranks, dtypes, the backend and custom_all_reduce, which may not
-   change meanwhile (fsdp_set_custom_all_reduce).
+/* The division in a reduction: once, in the last step, except for sums in f16 of several ranks,
+   which must stay in range. These are divided in stages:
+     - If the backend's reduce_scatter cannot scale, or a function of the user all-reduces: `before`
+       divides the input, and the last step divides by the rest of the factor.
+     - Otherwise the backend sums in f32 and divides when it stores: with replicas, TO_OUT divides
+       by `sums` and REPLICAS by the rest; without replicas, TO_OUT divides by the factor.
+   `before` and `sums` are powers of two. They do not depend on the factor, which may change while a
+   unit holds unreduced gradients. They follow from ranks, dtypes, the backend and
+   custom_all_reduce, which fsdp_set_custom_all_reduce refuses to change in that time.
    Source: torch: _get_gradient_divide_factors. */
 typedef struct fsdpi_scales {
     double before, sums;
-    int divides; // by the rest: FSDPI_STEP_TO_OUT, FSDPI_STEP_REPLICAS, or FSDPI_AT_THE_END
+    int divides; // step that divides by the rest: TO_OUT, REPLICAS, or FSDPI_AT_THE_END
 } fsdpi_scales;
 
 static fsdpi_scales fsdpi_facts_scales(const fsdpi_facts *f) {
@@ -207,7 +211,8 @@ static void fsdpi_grad_path_add(fsdpi_grad_path *r, int kind, int from, int to, 
     r->steps[r->num++] = step;
 }
 
-// Brings this rank's gradients, old and new, into one slot. Returns which.
+// Adds the steps that sum this rank's old and new gradients in one slot. Returns the slot's place,
+// or FSDPI_NOWHERE if there are none.
 static int fsdpi_grad_path_local(const fsdpi_facts *f, double before, int reduces,
                                  fsdpi_grad_path *r) {
     int adds = r->held & FSDPI_HELD_IN ? FSDPI_ADDS : 0;
@@ -222,9 +227,9 @@ static int fsdpi_grad_path_local(const fsdpi_facts *f, double before, int reduce
     return FSDP_POOL_REDUCE_IN;
 }
 
-/* The sums of the shard group, over W > 1 ranks. Returns where they are then. A fused backend sums
-   in f32 or f64. A narrower reduce dtype has to be rounded to, as PyTorch does, so that nothing can
-   be fused with it. */
+/* Adds the steps that reduce-scatter over the shard group, of W > 1 ranks. Returns the place of the
+   sums. A fused backend sums in f32 or f64. In a narrower reduce dtype the sums must be rounded
+   first, as PyTorch does: then nothing is fused. */
 static int fsdpi_grad_path_scatter(const fsdpi_facts *f, const fsdpi_scales *s, int from,
                                    fsdpi_grad_path *r) {
     const int fused = f->fuses && (f->reduce == FSDP_F32 || f->reduce == FSDP_F64);
@@ -243,7 +248,7 @@ static int fsdpi_grad_path_scatter(const fsdpi_facts *f, const fsdpi_scales *s, 
     }
     int divides = s->divides == FSDPI_STEP_TO_OUT ? FSDPI_DIVIDES : 0;
     int to = FSDP_POOL_REDUCE_OUT;
-    if (waits && !fused) to = FSDPI_FRESH; // a copy adds them
+    if (waits && !fused) to = FSDPI_FRESH; // ADD adds them to REDUCE_OUT
     int how = waits && fused ? FSDPI_ADDS : FSDPI_ACQUIRES;
     fsdpi_grad_path_add(r, FSDPI_STEP_TO_OUT, from, to, how | FSDPI_RELEASES | divides,
                         1 / s->sums);
@@ -253,7 +258,7 @@ static int fsdpi_grad_path_scatter(const fsdpi_facts *f, const fsdpi_scales *s, 
     return FSDP_POOL_REDUCE_OUT;
 }
 
-// The steps for these facts, where `held` is what the unit holds.
+// Returns the gradient path of a unit with these facts that holds `held`, a set of FSDPI_HELD_*.
 static fsdpi_grad_path fsdpi_grad_path_of(const fsdpi_facts *f, int held) {
     const fsdpi_scales s = fsdpi_facts_scales(f);
     const int reduces = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
@@ -266,10 +271,10 @@ static fsdpi_grad_path fsdpi_grad_path_of(const fsdpi_facts *f, int held) {
         fsdpi_grad_path_add(&r, s.before == 1 ? FSDPI_STEP_FOLD : FSDPI_STEP_DIVIDE, at, at, 0,
                             1 / s.before);
     if (f->shards > 1 && at != FSDPI_NOWHERE) at = fsdpi_grad_path_scatter(f, &s, at, &r);
-    if (f->replicas > 1 && !f->all_reduce) return r; // the sums wait for a later all-reduce
+    if (f->replicas > 1 && !f->all_reduce) return r; // the sums stay for a later all-reduce
     r.done = 1;
     if (at == FSDPI_NOWHERE && held & FSDPI_HELD_OUT) at = FSDP_POOL_REDUCE_OUT;
-    if (at == FSDPI_NOWHERE || at == FSDP_POOL_SHARD_GRAD) return r; // NOWHERE: written there
+    if (at == FSDPI_NOWHERE || at == FSDP_POOL_SHARD_GRAD) return r; // NOWHERE: the caller wrote it
     if (f->replicas > 1)
         fsdpi_grad_path_add(&r, FSDPI_STEP_REPLICAS, at, at,
                             s.divides == FSDPI_STEP_REPLICAS ? FSDPI_DIVIDES : 0, s.sums);

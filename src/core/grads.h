@@ -1,4 +1,13 @@
-/* core/grads.h - gradients: written, brought together, reduced
+/* core/grads.h - gradients: the slots they are written to, and their reduction
+
+   State: the slots GRAD, REDUCE_IN and REDUCE_OUT of a unit, the content of its shard gradient, and
+   its parameters that have a gradient. At the end of a backward the unit's gradient path gives the
+   steps; grad_path.h has a diagram.
+   A parameter is USED once the caller has asked for the pointer to its gradient, and REDUCED once
+   the unit's reduction has been issued. Each reduction compares across ranks which parameters are
+   USED. Invariant: outside backward a parameter is USED only if the unit holds unreduced gradients.
+   Callers: the rows of step.h.
+   Source: torch: FSDPParamGroup.post_backward, foreach_reduce, reduce_scatter_unused_params.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -20,14 +29,6 @@
 #include "template.h"
 #include "unit.h"
 
-/* Owns: the slots GRAD, REDUCE_IN and REDUCE_OUT, what the shard gradient holds, and which
-   parameters have a gradient. The unit's gradient path says what happens at the end of a backward;
-   grad_path.h draws the states.
-   A parameter is USED when the caller asks where its gradient is written. It is REDUCED when the
-   unit's reduction is on its way. Ranks compare in each reduction which parameters are USED.
-   Invariant: outside of backward a parameter is USED only if the unit holds gradients that wait.
-   Source: torch: FSDPParamGroup.post_backward, foreach_reduce, reduce_scatter_unused_params. */
-
 static FSDPI_NOINLINE void fsdpi_usage_clear(fsdp_unit *u, int use) {
     for (int k = 0; k < u->use_words; k++) u->use[k] &= ~(FSDPI_USE_EACH * (uint64_t)use);
 }
@@ -38,15 +39,15 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any != 0;
 }
 
-// With reduce_unused a backward gives all trainables a gradient: zeros where the caller writes
-// none. In a rehearsal all count as used, since no caller asks where gradients are written.
+// Marks all trainables as USED if reduce_unused is set: those that the caller does not write have a
+// gradient of zeros. Does so in a dry run, too, where no caller asks for pointers to gradients.
 static void fsdpi_usage_begin(fsdp_unit *u) {
     if (!u->options.reduce_unused && !u->model->dry_run) return;
     for (int i = 0; i < u->desc.num_params; i++)
         if (u->params[i].requires_grad) *fsdpi_use(u, i) |= FSDPI_USE_USED;
 }
 
-// Nothing waits for a reduction any more: what was USED is REDUCED.
+// Turns the mark USED of every parameter into REDUCED.
 static void fsdpi_usage_reduced(fsdp_unit *u) {
     for (int k = 0; k < u->use_words; k++) {
         uint64_t used = u->use[k] & FSDPI_USE_EACH * FSDPI_USE_USED;
@@ -65,8 +66,8 @@ static int fsdpi_held(const fsdp_unit *u) {
 #ifdef FSDPI_DEBUG
 #define FSDPI_HOLDS(condition) FSDPI_TRY(FSDP_ASSERT(u->model->world, condition))
 
-/* What holds of a unit between two calls. The tests with AddressSanitizer are built with
-   FSDPI_DEBUG: then each row of the table ends with this check. */
+/* Checks the invariants of a unit between two calls. With FSDPI_DEBUG, as in the tests with
+   AddressSanitizer, each row of the table ends with this check. */
 static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     const fsdpi_state *s = &u->state;
     const fsdpi_facts *f = &u->facts;
@@ -74,27 +75,27 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
     const int grad = held & FSDPI_HELD_GRAD, in = held & FSDPI_HELD_IN, out = held & FSDPI_HELD_OUT;
     const int gathers = u->layout.gather != FSDPI_GATHER_ALIAS, trains = u->layout.num_train > 0;
     const int gathered = fsdpi_is_gathered(u), used = fsdpi_usage_any(u, FSDPI_USE_USED);
-    // Parameters: a slot is held exactly while the storage state says so.
+    // Parameters: the storage state says which slots the unit holds.
     FSDPI_HOLDS((s->slot[FSDP_POOL_GATHER] != NULL) == (gathered && gathers));
     FSDPI_HOLDS((s->slot[FSDP_POOL_SLICE] != NULL) ==
                 (s->storage == FSDP_STORAGE_SHARDED_POST_FORWARD));
     FSDPI_HOLDS(!s->ahead || (s->storage == FSDP_STORAGE_IN_FLIGHT && gathers));
     FSDPI_HOLDS(!s->stale || s->storage != FSDP_STORAGE_SHARDED);
     FSDPI_HOLDS(s->forwards >= 0);
-    // Gradients: nothing is held without trainables, and nothing of a call outlives it.
+    // Gradients: a unit holds slots only if it has trainables, and FRESH only during a call.
     FSDPI_HOLDS(trains || !(held & FSDPI_HELD_SLOTS));
     FSDPI_HOLDS(!s->slot[FSDPI_FRESH]);
     // In backward the caller writes GRAD or, on one rank, the shard gradient.
     FSDPI_HOLDS(!writes || !trains || grad || f->shards * f->replicas == 1);
     FSDPI_HOLDS(!writes || !trains || grad || s->shard_grad != FSDPI_SHARD_GRAD_ZERO);
-    // Between backwards gradients that wait are in one slot: GRAD if they are kept as written.
+    // Between backwards unreduced gradients are in one slot: in GRAD if they are kept as written.
     FSDPI_HOLDS(writes || !grad || !in);
     FSDPI_HOLDS(writes || !grad || (f->one_train && f->gathered == f->reduce));
     FSDPI_HOLDS(!out || (f->shards > 1 && f->replicas > 1));
     FSDPI_HOLDS(writes || !used || (held & FSDPI_HELD_SLOTS));
-    // A plan keeps and reduces as if every parameter were used.
+    // A plan keeps and reduces gradients as if every parameter were USED.
     FSDPI_HOLDS(writes || used || !(held & FSDPI_HELD_SLOTS) || u->model->listeners);
-    // A rehearsal begins with the marks of the step before.
+    // A dry run starts with the marks of the previous step.
     FSDPI_HOLDS(!fsdpi_usage_any(u, FSDPI_USE_REDUCED) || (held & FSDPI_HELD_SHARD) ||
                 u->model->dry_run);
     for (int place = FSDP_POOL_GATHER; place < FSDPI_PLACES; place++)
@@ -104,14 +105,14 @@ static fsdp_status fsdpi_unit_check(const fsdp_unit *u) {
 #undef FSDPI_HOLDS
 #endif
 
-// The caller's stream writes a buffer from here on: it waits for those who read it.
+// Makes COMPUTE wait until the caller may write `buf`. Later ops on `buf` wait for COMPUTE.
 static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_WAIT, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
     op.dst = buf;
     return fsdpi_emit(u->model, &op);
 }
 
-// Where gradients will be written: zeros, or what earlier microbatches left.
+// Prepares the memory that the caller adds gradients to: zeros, or those of earlier microbatches.
 static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     static const fsdpi_step zero = {FSDPI_STEP_ZERO_GRAD, FSDPI_NOWHERE, FSDP_POOL_GRAD,
                                     FSDPI_ACQUIRES, 1};
@@ -120,7 +121,7 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     fsdpi_usage_begin(u);
     if (held & FSDPI_HELD_GRAD) return FSDP_OK;
     if (!fsdpi_facts_write_shard(&u->facts, held)) return fsdpi_emit_step(u, &zero);
-    // One rank: gradients are written where they end.
+    // One rank: the caller writes the shard gradient itself.
     const fsdpi_dtype_group *part = &u->layout.parts[0];
     fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
     const int undefined = u->state.shard_grad == FSDPI_SHARD_GRAD_NONE;
@@ -140,7 +141,7 @@ static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     return p->grad_hook(p->grad_hook_user, &v, stream);
 }
 
-// The post-accumulate hooks of parameters that have a gradient, in the order of a stream.
+// Emits the post-accumulate hooks of parameters that have a gradient, in the order of a stream.
 static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_dtype_group_of(u, &u->params[i]));
@@ -158,9 +159,9 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
     return FSDP_OK;
 }
 
-/* End of a unit's backward. If no parameter was used, there is nothing to reduce. Without sync
-   gradients stay, in the slot where they were written or, if they are to be widened, summed in the
-   reduce input; without all_reduce, in the reduce output. */
+/* Ends a unit's backward: runs the unit's gradient path. If no parameter is USED, releases the
+   gradient slots instead. Without sync, gradients stay in GRAD, or in REDUCE_IN if they must be
+   cast or lie in several dtype groups; without all_reduce, the sums stay in REDUCE_OUT. */
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_buf **slot = u->state.slot;
     if (u->layout.num_train == 0) return FSDP_OK;
@@ -168,16 +169,16 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         FSDPI_TRY(fsdpi_release(u, &slot[FSDP_POOL_REDUCE_IN], FSDP_STREAM_REDUCE));
         return fsdpi_release(u, &slot[FSDP_POOL_GRAD], FSDP_STREAM_COMPUTE);
     }
-    if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // it is written
+    if (u->state.training == FSDP_STATE_PRE_BACKWARD && slot[FSDP_POOL_GRAD]) { // now written
         fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot[FSDP_POOL_GRAD]->ready, NULL);
         if (u->model->listeners & FSDPI_LISTEN_OPS)
             FSDPI_TRY(fsdpi_show_buf(u->model, u, FSDP_OP_GRADS_WRITTEN, FSDP_STREAM_COMPUTE,
                                      slot[FSDP_POOL_GRAD]));
-    } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // or, on one rank, the block:
-        FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // one event
+    } else if (u->state.training == FSDP_STATE_PRE_BACKWARD) { // one rank: the shard gradient,
+        FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad)); // as an event
     }
     const int held = fsdpi_held(u);
-    const fsdpi_grad_path *route = &u->route; // mostly it is that of the step before
+    const fsdpi_grad_path *route = &u->route; // usually that of the previous step
     if (route->held != held) u->route = fsdpi_grad_path_of(&u->facts, held);
     for (int i = 0; i < route->num; i++) FSDPI_TRY(fsdpi_emit_step(u, &route->steps[i]));
     if (!route->done) return FSDP_OK;
@@ -188,12 +189,12 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
                                           : (int)FSDP_STREAM_COMPUTE);
 }
 
-// Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
+// Reduces, at finalize, the unreduced gradients of a unit that this backward did not reach.
 static fsdp_status fsdpi_do_leftovers(fsdp_unit *u) {
     const int held = fsdpi_held(u), input = held & (FSDPI_HELD_GRAD | FSDPI_HELD_IN);
     if (!u->options.sync || !(input || (held & FSDPI_HELD_OUT && u->options.all_reduce)))
         return FSDP_OK;
-    for (int k = 0; k < u->layout.num_parts; k++) // the caller may have read it
+    for (int k = 0; k < u->layout.num_parts; k++) // COMPUTE may still read the shard gradient
         if (u->layout.parts[k].num_train)
             FSDPI_TRY(fsdpi_caller_writes(u, fsdpi_flat_of(u, &u->layout.parts[k])->grad));
     return fsdpi_do_reduce(u);
@@ -206,7 +207,7 @@ static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// After reset nothing of a step is left. The streams have been drained.
+// Releases all slots of the unit and clears USED and REDUCED. Requires drained streams.
 static fsdp_status fsdpi_do_reset(fsdp_unit *u) {
     fsdp_status status = fsdpi_do_reshard(u);
     for (int place = FSDP_POOL_GRAD; place < FSDPI_PLACES; place++) {

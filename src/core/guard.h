@@ -1,4 +1,4 @@
-/* core/guard.h - under AddressSanitizer, memory that the caller must not touch is poisoned
+/* core/guard.h - AddressSanitizer: poisons memory that the caller must not touch
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -13,17 +13,17 @@
 #include "os.h"
 #include "run.h"
 
-/* Owns: which memory is poisoned ("closed"). While a call runs, the slots of its unit are open.
-   When the call returns, the caller may touch only what is open:
-   a free slot             closed, once the last record that uses it is done
+/* The state of this file is fsdp_buf.guard: whether a buffer is open, or closed, that is poisoned.
+   While a call runs, the slots of its unit are open. After a call the caller may touch only these:
+   a free slot             closed, once the last op that uses it is done
    GATHER, of a unit that is gathered   open: its parameters
    GRAD, in PRE_BACKWARD   open: gradients. Between microbatches all of it is closed
    SLICE, REDUCE_IN, REDUCE_OUT        open while a unit holds them: the library and peers use them
    after every buffer      closed: FSDPI_REDZONE bytes
-   A slot has FSDPI_SPOTS spots in memory and takes them by turns: if the caller kept a pointer to
-   an earlier spot, that spot is closed. Invariant: what a record under way, a peer (which may be
-   a thread) or an extension may touch is open. So shards, their gradients and memory of extensions
-   are always open. */
+   A slot has FSDPI_SPOTS addresses (spots), and moves to the next one at each acquire: a stale
+   pointer of the caller points at a closed spot. Invariant: memory that an issued op, a peer (which
+   may be a thread) or an extension may touch is open. So shards, shard gradients and memory of
+   extensions are always open. */
 
 // Calls a function of this file where AddressSanitizer sees memory.
 #define FSDPI_GUARD(call)                                                                          \
@@ -38,13 +38,14 @@ static inline char *fsdpi_spot(const fsdp_buf *buf, int spot) {
     return buf->ptr - (buf->spot - spot) * (ptrdiff_t)fsdpi_stride(buf);
 }
 
-// Bytes that a buffer takes in memory.
+// Returns the bytes of memory that a buffer takes, with its spots and red zones.
 static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
     int slot = buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT;
     return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 
-// A new buffer is closed, and opened before it is freed. Returns where its memory begins.
+// Close the spare memory of a new buffer, and open all of it before it is freed. The latter returns
+// the first address.
 static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (buf->ptr && fsdpi_can_close(w))
         fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
@@ -65,15 +66,16 @@ static inline void fsdpi_open(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// A slot moves to its next spot. If an extension listens, the slot stays: the extension may emit
-// records again that have the present address.
+// Moves a slot to a spot, unless an extension listens: it may emit ops again that have the present
+// address.
 static inline void fsdpi_turn(const fsdp_model *m, fsdp_buf *buf, int spot) {
     if (!fsdpi_guards(m, buf) || m->listeners) return;
     buf->ptr = fsdpi_spot(buf, spot);
     buf->spot = (uint8_t)spot;
 }
 
-// An extension makes a unit hold a buffer. All spots open: the extension's records may have any.
+// Marks a buffer that an extension gives to a unit as in use. Opens all spots: the extension's ops
+// may have any of them.
 static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->held = 1;
     if (!fsdpi_guards(m, buf)) return;
@@ -81,16 +83,17 @@ static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
     buf->guard = FSDPI_IS_OPEN;
 }
 
-// Has the last record of those that gave the slot back run? A lane runs records later than they are
-// issued.
+// Returns 1 if the last op before the slot's release has run. Worker threads run ops later than
+// they are issued.
 static inline int fsdpi_is_given_back(const fsdp_model *m, const fsdp_buf *buf) {
     const fsdpi_worker *lane = m->world->lanes[buf->avail.stream];
     return !buf->avail.seq || !lane ||
            (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) >= 0;
 }
 
-// Closes a slot of parameters or gradients. If `shows`, it opens those parameters or gradients. A
-// unit without elements writes nothing into its slot, and so has not waited for earlier records.
+// Closes a slot of parameters or gradients, except for the parameters or gradients themselves if
+// `shows` is set. Does nothing until the slot's last user has run: a unit without elements writes
+// nothing into its slot, and so has not waited.
 static inline void fsdpi_close(const fsdp_unit *u, int pool, int shows) {
     const fsdp_buf *slot = u->state.slot[pool];
     if (!fsdpi_guards(u->model, slot) || !fsdpi_is_given_back(u->model, slot)) return;
@@ -116,8 +119,8 @@ static inline void fsdpi_close_unit(const fsdp_unit *u) {
     fsdpi_close(u, FSDP_POOL_GRAD, u->state.training == FSDP_STATE_PRE_BACKWARD);
 }
 
-// Closes free slots whose last record is done. In a world that has failed, peers may still read
-// slots that this rank has given back.
+// Closes free slots whose last op has run. Does nothing in a failed world: peers may still read
+// slots that this rank has released.
 static inline void fsdpi_close_free(const fsdp_model *m) {
     for (int i = 0; FSDPI_ASAN && i < m->num_classes && !fsdpi_failed(m->world); i++)
         for (int k = 0; k < m->classes[i].count; k++) {

@@ -82,7 +82,7 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
     return FSDP_OK;
 }
 
-// Arithmetic is precise, as in float.h. Norms are seldom, so the code is made small (O2).
+// Arithmetic is precise, as in float.h. Norms are rare, so the code is made small (O2).
 FSDP_PRECISE_BEGIN("O2")
 
 // Sum of |x|^p in f64: eight running sums, joined in a fixed order. So the bits depend on neither

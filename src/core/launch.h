@@ -18,7 +18,7 @@
 // The variables that launchers set. The first launcher whose `rank` and `needs` are set is taken.
 // mpirun comes before the srun that started its daemons. Slurm sets rank and size for the script of
 // a batch job, too; only a step of srun has a step id. A manager (Flux, Slurm) sets PMI_* to the
-// values of its own variables: if they differ, an mpiexec inside of its step has set PMI_*.
+// values of its own variables: if they differ, an mpiexec inside its step has set PMI_*.
 typedef struct fsdpi_launcher {
     const char *rank, *size, *local, *needs;
     const char *here, *hosts; // number of ranks on this host, of hosts of the job; or NULL
@@ -60,7 +60,7 @@ static const fsdpi_launcher fsdpi_launchers[] = {
 static const fsdpi_launcher *const fsdpi_launchers_end =
     fsdpi_launchers + sizeof fsdpi_launchers / sizeof *fsdpi_launchers;
 
-// Do the variables `rank` and `size` have the values of the launcher's own variables?
+// Returns 1 if the variables `rank` and `size` have the values of the launcher's own variables.
 static int fsdpi_launcher_counts(const fsdpi_launcher *l, const char *rank, const char *size) {
     const char *own_rank = fsdpi_env(l->rank), *own_size = fsdpi_env(l->size);
     rank = fsdpi_env(rank), size = fsdpi_env(size);
@@ -78,9 +78,9 @@ static const fsdpi_launcher *fsdpi_launcher_find(void) {
     return fsdpi_launchers;
 }
 
-/* The launcher that says where the ranks are: `l`, if its variable `a` or `b` is set; else the next
-   launcher with the same rank and size. For example a script under srun exports RANK and
-   WORLD_SIZE: then Slurm's variables say it. */
+/* Returns the launcher whose variables tell the hosts of ranks: `l`, if its variable `a` or `b` is
+   set; otherwise the next launcher with the same rank and size. For example, if a script under srun
+   exports RANK and WORLD_SIZE, Slurm's variables tell the hosts. */
 static const fsdpi_launcher *fsdpi_launcher_knows(const fsdpi_launcher *l, const char *a,
                                                   const char *b) {
     if (fsdpi_env(a) || fsdpi_env(b)) return l;
@@ -141,7 +141,7 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-// How often a launcher or a manager has started the same job again. Their first letters differ.
+// Variables that count restarts of a job by a launcher or a manager. Their first letters differ.
 static const char *const fsdpi_restart_counts[] = {"TORCHELASTIC_RESTART_COUNT",
                                                    "SLURM_RESTART_COUNT"};
 
@@ -206,9 +206,9 @@ static const char *fsdpi_launcher_within(const char *job) {
                                               : NULL;
 }
 
-/* Does the job's name tell this world from others? FSDP_JOB_ID and the launcher's variables name
-   all ranks of the launcher. If this world has only some of these ranks, or another order, it might
-   meet another world, so the desc has to name the job. Ranks that are threads meet in their
+/* Fails if the job's name may not be unique to this world. FSDP_JOB_ID and the launcher's variables
+   name all ranks of the launcher. If this world has only some of these ranks, or another order, it
+   might meet another world, so the desc must name the job. Ranks that are threads meet in their
    process. */
 static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -244,7 +244,7 @@ static fsdp_status fsdpi_job_check(fsdp_world *w, const fsdp_world_desc *d) {
         d->rank, d->world_size, told.rank, told.world_size, l->rank, l->size);
 }
 
-// *out: does the launcher say that some of `size` ranks are on other hosts?
+// Sets *out to 1 if the launcher's variables show that some of `size` ranks are on other hosts.
 static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher *l, int size,
                                             int *out) {
     int here = size, hosts = 1;
@@ -297,7 +297,7 @@ static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) 
         text[0] = *list, text[1] = 0;
         if (*list == '[') {
             const int64_t num = fsdpi_slurm_number(&p, 0, text);
-            count /= num; // of the brackets that follow
+            count /= num; // now: names that the later brackets make
             (void)fsdpi_slurm_number(&list, k / count % num, text);
         } else {
             list++;
@@ -367,7 +367,7 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     return FSDP_OK;
 }
 
-// *out: does the launcher say that ranks of this world are on other hosts?
+// Sets *out to 1 if a launcher's variables show that ranks of this world are on other hosts.
 static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, int *out) {
     const fsdpi_launcher *l = fsdpi_launcher_of_hosts();
     int size = 0;

@@ -1,4 +1,9 @@
-/* core/layout.h - where everything lies in a unit's slots, and the lists that say so
+/* core/layout.h - the layout of a unit's slots, and the lists of blocks and segments of its ops
+
+   State: fsdpi_unit_layout, the parameters' fsdp_layout_param, and their offsets in slots. Sizes
+   and offsets in slots are equal on all ranks.
+   Callers: unit.h measures (fsdpi_layout_compute); commit.h fills the lists.
+   Source: torch: foreach_all_gather, foreach_reduce.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -24,15 +29,17 @@ static fsdpi_dtype_group *fsdpi_dtype_group_of(const fsdp_unit *u, const fsdpi_p
     return &u->layout.parts[p->part];
 }
 
-// The block that a part's shards lie in, and the dtype of its gradients.
+// Returns the flat block that holds a dtype group's shards.
 static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u, const fsdpi_dtype_group *part) {
     return &u->model->flats[part->dtype];
 }
+// Returns the dtype of shard gradients of parameters that are stored in `dtype`.
 static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
     return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
 }
 
-// Full parameters and gradients begin at multiples of a cache line, on GPUs as cudaMalloc does.
+// Returns the alignment of full parameters and gradients in slots, in elements: a cache line, or on
+// GPUs 256 bytes, as cudaMalloc aligns.
 static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
     return (m->world->mode == FSDP_RUN_STREAMS ? 256 : FSDPI_ALIGN) /
            (int64_t)fsdp_dtype_size(dtype);
@@ -41,8 +48,9 @@ static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
     return fsdpi_align_up(bytes, fsdpi_align_numel(m, FSDP_U8));
 }
 
-/* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
-   unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
+/* Lays out the trainable or the frozen parameters of a dtype group. Writes their offsets to tmp, in
+   order, and fills segs and blocks unless they are NULL. Requires room in tmp for all parameters of
+   the unit. */
 static fsdp_status fsdpi_param_list_layout(const fsdp_unit *u, const fsdpi_dtype_group *part,
                                            int trainable, fsdp_layout *lay, fsdp_layout_param *tmp,
                                            fsdp_seg *segs, fsdp_block *blocks) {
@@ -59,6 +67,7 @@ static fsdp_status fsdpi_param_list_layout(const fsdp_unit *u, const fsdpi_dtype
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
+// Copies the layouts in tmp to the parameters of the list; gradients: only their offsets in GRAD.
 static void fsdpi_param_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, int trainable,
                                    const fsdp_layout_param *tmp, int gradients) {
     for (int i = 0, k = 0; i < u->desc.num_params; i++) {
@@ -69,8 +78,8 @@ static void fsdpi_param_list_store(fsdp_unit *u, const fsdpi_dtype_group *part, 
     }
 }
 
-/* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
-   that is made of them. */
+/* Lays out a dtype group with an extension in the GATHER slot: each string, rank after rank, then
+   the parameter that the extension computes from the strings. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_dtype_group *part) {
     fsdpi_param *p = part->extended;
     fsdpi_op_list *gather = &u->layout.all_gather;
@@ -88,7 +97,7 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_dtype_group *part) {
         u->model, at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
 }
 
-/* The slot of gathered parameters, part after part:
+/* Lays out a dtype group in the GATHER slot, after the groups before it:
    [trainables | frozen | trainables copied out | frozen copied out] */
 static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
@@ -112,7 +121,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
                                       lists && out->blocks ? out->blocks + out->num : NULL);
         fsdpi_param_list_store(u, part, trainable, tmp, 0);
         end += lay.final_numel;
-        if (part->extended) continue; // its strings are gathered in place of its shard
+        if (part->extended) continue; // its strings are gathered instead of its shard
         gather->num += lay.num_segs;
         part->num_gather += lay.num_segs;
         out->num += lay.num_blocks;
@@ -121,8 +130,9 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
     else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
 }
 
-/* The slot of gradients, part after part: [reduce input: trainables | where the caller writes
-   packed ones]. With several parts the reduce input is a slot of its own. */
+/* Lays out a dtype group in the GRAD slot, after the groups before it: [reduce input: trainables |
+   gradients of packed parameters, as the caller writes them]. If the unit has several groups, its
+   reduce input is the slot REDUCE_IN. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout_param *tmp) {
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
@@ -140,16 +150,17 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
                                   part->chunk_cat.blocks);
     fsdpi_param_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
-    for (int i = 0; scatter->segs && i < lay.num_segs; i++) // its place in the reduce input
+    for (int i = 0; scatter->segs && i < lay.num_segs; i++) // offset in REDUCE_IN
         scatter->segs[scatter->num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
     scatter->num += lay.num_segs;
     u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
 }
 
-#define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
+#define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of a unit's slots fit 63 bits
 
-/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
-   lists it fills them. */
+/* Computes the layout of a unit's slots, and fills the lists if they are allocated (at commit).
+   Requires room in tmp for all parameters of the unit. Returns FSDP_ERR_INVALID_ARG if the unit has
+   more than FSDPI_UNIT_MAX elements. */
 static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t total = 0;
@@ -184,9 +195,9 @@ static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The lists that records carry.
+// The lists of ops.
 
-// One row of width elements, from src to dst.
+// Returns a block of one row of `width` elements, from offset src to offset dst.
 static fsdp_block fsdpi_row_block(int64_t src, int64_t dst, int64_t width) {
     fsdp_block b = {src, dst, width, 1, width, width};
     return b;
@@ -202,7 +213,7 @@ static void fsdpi_add_block(fsdpi_op_list *work, fsdp_block block) {
     work->count += (uint64_t)(block.width * block.height);
 }
 
-// Of lists that the layout has made.
+// Sets work->count to the number of elements in its blocks or segments.
 static void fsdpi_count(fsdpi_op_list *work) {
     work->count = 0;
     for (int i = 0; i < work->num; i++)
@@ -210,7 +221,7 @@ static void fsdpi_count(fsdpi_op_list *work) {
                                                : work->segs[i].count);
 }
 
-// Lists of a part that need offsets in the flat blocks or another form than the layout's.
+// Fills the lists of a dtype group that use offsets in flat blocks or that reverse the layout's.
 static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const fsdp_seg *gather) {
     int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
     int64_t numel = part->train.shard_numel;
@@ -218,7 +229,7 @@ static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const
         fsdp_seg s = gather[i];
         fsdpi_add_block(&part->copy_in, fsdpi_row_block(s.shard, s.full + rank * s.count, s.count));
     }
-    for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
+    for (int i = 0; i < part->chunk_cat.num; i++) { // from the packed gradients to the reduce input
         part->chunk_cat.blocks[i] = fsdpi_reversed(part->chunk_cat.blocks[i]);
         fsdpi_add_block(&part->divide, part->chunk_cat.blocks[i]);
     }
@@ -237,13 +248,13 @@ static void fsdpi_dtype_group_lists(fsdp_unit *u, fsdpi_dtype_group *part, const
     fsdpi_add_block(&part->rescale, fsdpi_row_block(part->train.base, part->train.base, numel));
 }
 
-/* Segments of GRAD stay apart, as parameters lie there as wholes. In REDUCE_IN neighbours are one
-   segment if their counts are multiples of 16 bytes, which copies and networks are fast with: so a
-   reduction has few segments. If a reduction may read either slot, both have the same segments,
-   since those of all ranks have to be equal. */
+/* Fills the segments of REDUCE_IN from those of GRAD. In GRAD they stay apart, since each direct
+   parameter is contiguous there. In REDUCE_IN adjacent segments are joined if their counts are
+   multiples of 16 bytes, with which copies and networks are fast: so a reduction has few segments.
+   If a reduction may read either slot, none is joined, since all ranks must have equal segments. */
 static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_op_list *to, const fsdpi_op_list *from) {
     int64_t unit = 16 / (int64_t)fsdp_dtype_size(u->layout.reduce_dtype);
-    int joins = !u->layout.grads_ahead; // what was written is always copied
+    int joins = !u->layout.grads_ahead; // gradients are always copied to REDUCE_IN
     to->num = 0;
     for (int i = 0; i < from->num; i++) {
         fsdp_seg s = from->segs[i], *last = to->segs + (i > 0 ? to->num - 1 : 0);
@@ -253,7 +264,7 @@ static void fsdpi_join_segs(const fsdp_unit *u, fsdpi_op_list *to, const fsdpi_o
     }
 }
 
-// Segments of the reduction, to the flat block and to the reduce output.
+// Fills the segments of reductions to the flat block (SCATTER) and to REDUCE_OUT (TO_OUT).
 static void fsdpi_reduce_lists(fsdp_unit *u) {
     fsdpi_unit_layout *l = &u->layout;
     int world = fsdpi_shards(u);
@@ -262,7 +273,7 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
         l->to_out[k].num = l->reduce_scatter[k].num;
         for (int i = 0; i < l->to_out[k].num; i++) {
             fsdp_seg s = l->reduce_scatter[k].segs[i];
-            s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+            s.shard = s.full / world; // each segment is `world` times as long in full
             l->to_out[k].segs[i] = s;
         }
         fsdpi_count(&l->reduce_scatter[k]);
@@ -273,7 +284,7 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
     if (l->pad_in) l->padded_in.count = (uint64_t)fsdpi_bytes(l->reduce_numel, l->reduce_dtype);
 }
 
-// From where the caller writes a gradient to the segments of REDUCE_IN.
+// Fills to_in: the blocks from the gradients in GRAD to the segments of REDUCE_IN.
 static void fsdpi_sum_list(fsdp_unit *u, fsdpi_dtype_group *part) {
     fsdp_layout lay;
     memset(&lay, 0, sizeof lay);
@@ -287,14 +298,14 @@ static void fsdpi_sum_list(fsdp_unit *u, fsdpi_dtype_group *part) {
             continue;
         while (at >= s->shard + s->count) s++;
         full.full_offset = p->grad_offset;
-        if (full.direct) full.shard_dim = 0; // one rank's is whole, whatever it would be cut along
+        if (full.direct) full.shard_dim = 0; // on one rank: contiguous in any dim
         fsdp_block *blocks = part->to_in.blocks + part->to_in.num;
         int num = fsdpi_layout_blocks(&lay, &full, at + s->full - s->shard, s->count, blocks);
         for (int k = 0; k < num; k++) fsdpi_add_block(&part->to_in, fsdpi_reversed(blocks[k]));
     }
 }
 
-// 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
+// Fills the lists that keep, and gather again, 1/n of each parameter: reshard_after_forward = n.
 static void fsdpi_slice_lists(fsdp_unit *u) {
     int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
     for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {

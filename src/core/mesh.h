@@ -1,5 +1,9 @@
 /* core/mesh.h - ranks arranged in N dims, their process groups, and mesh infos
 
+   State: fsdp_world.meshes and subgroups. A mesh arranges ranks in N dims, row-major. It has one
+   communicator per dim, or two if gathers and reductions may run at once.
+   Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -14,9 +18,6 @@
 
 #include <string.h>
 #include <unistd.h>
-
-// Owns: ranks arranged in N dims, row-major, and one process group per dim, or two if gathers and
-// reductions may run at the same time. Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
 
 static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
     int numel = 1;
@@ -47,7 +48,8 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdpi_free(a, mesh);
 }
 
-// Does each rank exist, and appear once? Increasing ranks appear once; else a bit marks each one.
+// Fails unless each rank exists and appears once. If the ranks do not increase, marks each with a
+// bit.
 static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, int64_t numel) {
     const size_t bytes = (size_t)w->size / 8 + 1;
     int increasing = 1;
@@ -68,7 +70,7 @@ static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, i
     return fsdpi_invalid_arg(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
 }
 
-// Does a mesh have all the ranks of `part`? Ranks in the same order are found at once.
+// Returns 1 if a mesh has all ranks of `part`. Fast if the ranks are in equal order.
 static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
     int num = fsdpi_mesh_numel(mesh), num_part = fsdpi_mesh_numel(part), at = 0;
     for (int i = 0; i < num_part; i++) {
@@ -249,7 +251,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: the public functions.
+// Public functions.
 
 // A mesh of the world, made from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
 // groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.

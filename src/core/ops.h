@@ -1,4 +1,4 @@
-/* core/ops.h - op records: how they are made
+/* core/ops.h - makes ops: copies, fills, collectives, waits and markers
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -16,11 +16,11 @@
 
 #include <string.h>
 
-// A record with the model's labels; the caller fills in the rest.
+// Returns an op with the labels of the model and the unit. The caller sets the other fields.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
                                        int stream) {
     fsdp_op op;
-    memset(&op, 0, offsetof(fsdp_op, wait)); // num_waits of them count
+    memset(&op, 0, offsetof(fsdp_op, wait)); // num_waits says how many of them are set
     op.kind = (uint8_t)kind;
     op.label = (uint8_t)label;
     op.stream = (uint8_t)stream;
@@ -36,7 +36,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     return op;
 }
 
-// What happens to a buffer, where extensions see records.
+// Shows extensions a marker op: an event of a buffer, as ACQUIRE or RELEASE.
 static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit *u, int kind,
                                                  int stream, fsdp_buf *buf) {
     fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
@@ -52,7 +52,7 @@ static inline fsdp_status fsdpi_marker(fsdp_unit *u, int kind, int stream, fsdp_
                                                   : FSDP_OK;
 }
 
-// Fill elements [from, from + count) of a buffer with a byte.
+// Fills elements [from, from + count) of a buffer with a byte. Emits nothing if count is 0.
 static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label, int stream,
                                    fsdp_buf *dst, fsdp_dtype dtype, int64_t from, int64_t count,
                                    uint8_t fill) {
@@ -67,7 +67,7 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-// Bytes that a copy or a fill writes, or that a rank has to receive.
+// Returns the bytes that a copy or a fill writes, or that a rank receives in a collective.
 static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
     if (op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_ZERO)
         return op->count * fsdp_dtype_size(op->out_dtype);
@@ -75,7 +75,7 @@ static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
                             op->count * fsdp_dtype_size(op->dtype));
 }
 
-// The record's work: blocks of a copy, segments of a collective, or a number of elements.
+// Sets an op's dtypes, its blocks or segments, and its counts of elements and bytes.
 static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
                           const fsdpi_op_list *work) {
     op->count = work->count;
@@ -86,9 +86,9 @@ static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
     op->bytes = fsdpi_op_bytes(op);
 }
 
-/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
-   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
-   in_place) and a collective's group. An empty one is not issued. */
+/* Emits a copy over blocks, a collective over segments, or an all_reduce of work->count elements,
+   from src in dtype to dst in out_dtype. Requires the group of a collective in *op, and scale,
+   accumulate and in_place if they differ from the defaults. Emits nothing if work->count is 0. */
 static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
                                    fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_op_list *work) {
     if (work->count == 0) return FSDP_OK;
@@ -100,7 +100,7 @@ static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fs
     return fsdpi_emit(m, op);
 }
 
-// COMPUTE, the caller's stream, waits until buf is written.
+// Makes COMPUTE, the caller's stream, wait until buf has been written.
 static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, fsdp_buf *buf) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_WAIT, label, FSDP_STREAM_COMPUTE);
     op.src = buf;

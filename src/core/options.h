@@ -1,4 +1,7 @@
-/* core/options.h - setters
+/* core/options.h - setters of options, hooks and dtypes
+
+   State: fsdpi_options of units, and the options of fsdp_model.
+   Source: torch: the setters of FSDPModule.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -20,14 +23,15 @@
 #include "unit.h"
 #include "watch.h"
 
-// Called after an option of a unit, or of one of its parameters, has changed.
+// Updates a unit after one of its options, or an option of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {
     u->model->settings = 0;
     fsdpi_unit_facts(u);
 }
 
-// The checks of a setter for one unit, or for all (NULL); *first and *end: the units that it sets.
-// No such unit may be between a pre hook and its post hook.
+// Begins a setter for unit u or (NULL) all units: checks the arguments, and notifies extensions.
+// Sets *first and *end to the range of units. Fails if one of them is between a pre hook and its
+// post hook.
 static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *what, int *first,
                                       int *end) {
     if (!m) return fsdpi_null_of(u ? u->model : NULL, what, "model");
@@ -138,7 +142,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     return status;
 }
 
-// An empty list does not free the memory of the old one: after a rehearsal the old list is back.
+// Sets a prefetch list. An empty list keeps the memory of the old one, which a dry run restores.
 static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
                                       int count, const char *what) {
     int first, end;
@@ -175,7 +179,8 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
     return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
 }
 
-// May the model be laid out anew? All units have to be idle, and to hold no gradients that wait.
+// Returns FSDP_OK if the model may be laid out again: all units are idle and hold no unreduced
+// gradients, and it is not a dry run.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
     FSDPI_TRY(fsdpi_refuse_in_dry_run(m, what));
     return fsdpi_keep_status(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
@@ -229,7 +234,8 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     return FSDP_OK;
 }
 
-// The same for a hook. Records under way may read the old hook: wait for them.
+// Checks as fsdpi_setter_begin does, then drains all streams: issued ops may still call the old
+// hook.
 static FSDPI_NOINLINE fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
     FSDPI_TRY(fsdpi_setter_begin(u ? u->model : NULL, u, what, &first, &end));
@@ -260,7 +266,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     FSDPI_TRY(fsdpi_set_hook(u, what));
-    // An all-reduce of the user decides how sums that wait have been divided.
+    // It decides by how much unreduced gradients have been divided so far.
     if (which == 2 && fsdpi_holds_grads(u)) return fsdpi_refuse_waiting(u, what);
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;

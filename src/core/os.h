@@ -16,9 +16,8 @@
 
 #define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 
-// Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
-// them. The library declares these under private names of the same symbols, and needs no feature
-// macros.
+// The few calls of the operating system that the library needs. Strict C99 hides some of them. The
+// library declares these under private names of the same symbols, and needs no feature macros.
 
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open

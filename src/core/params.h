@@ -30,7 +30,7 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     int dim = p->lay.shard_dim;
     int64_t inner = fsdpi_numel(p->lay.shape, dim + 1, p->lay.ndim);
     fsdp_range range = fsdpi_range(p->lay.shape[dim], world, k);
-    int64_t row = range.count * inner, pitch = p->lay.shape[dim] * inner; // of shard, of tensor
+    int64_t row = range.count * inner, pitch = p->lay.shape[dim] * inner; // shard's; tensor's
     int64_t outer = fsdpi_numel(p->lay.shape, 0, dim);
     while (num > 0 && from < row * outer) {
         int64_t column = from % row, run = fsdpi_min(row - column, num);
@@ -42,8 +42,8 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     }
 }
 
-// Makes the scratch buffer: room for the largest parameter, padded, but for no more than a step. If
-// the host cannot read the buffer, it also makes a copy in host memory.
+// Makes the scratch buffer: room for the largest padded parameter, but at most about fill_bytes. If
+// the host cannot read the buffer, also makes one in host memory.
 static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     int64_t largest = 0;
     for (int i = 0; i < m->num_units; i++) {
@@ -63,8 +63,8 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
                         : fsdpi_no_memory(m->world, "param_full", "", m->full_scratch->bytes);
 }
 
-/* Gathers one parameter, or its gradient, in its own dtype. Piece after piece of all shards comes
-   to the scratch buffer, and from there to its places in `full`. */
+/* Gathers one parameter, or its gradient, in its stored dtype. Gathers all shards piece by piece to
+   the scratch buffer, and copies each piece to its places in `full`. */
 static fsdp_status fsdpi_gather_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block,
                                      fsdp_dtype dtype, char *full) {
     fsdp_model *m = u->model;
@@ -114,8 +114,8 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
-// Called before a caller gets the address of shards. The host reads offloaded shards, so it waits
-// until the device has done its work on them.
+// Commits the model, before a caller gets the address of shards. With offload the host reads
+// shards, so it waits until the device has done its work on them.
 static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
     if (!m->committed) FSDPI_TRY(fsdpi_commit(m));
     return m->desc.cpu_offload ? fsdpi_sync(m->world, FSDP_STREAM_COMPUTE) : FSDP_OK;
@@ -163,7 +163,7 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
     return fsdpi_keep_status(u->model, fsdp_param_view_get(u, index, view)) == FSDP_OK;
 }
 
-// Memory of a view, unless the caller expects another dtype.
+// Returns `memory` of a view, or fails if the caller expects another dtype.
 static void *fsdpi_view_as(const fsdp_param_view *v, void *memory, fsdp_dtype has, fsdp_dtype asked,
                            const char *what) {
     if (!memory || has == asked || fsdpi_failed(v->unit->model->world)) return memory;
@@ -196,22 +196,22 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     return index;
 }
 
-// The caller's stream has written shards: later gathers wait for it.
+// Marks shards as written by the caller's stream: later gathers wait for it.
 static void fsdpi_shards_written(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++)
         if (m->flats[d].shard)
             fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready, m->flats[d].shard);
 }
 
-// The host will write shards: it waits for gathers under way, which read them.
+// Begins a call in which the host writes shards. Waits for gathers that still read them.
 static fsdp_status fsdpi_load(fsdp_model *m) {
     FSDPI_TRY(fsdpi_model_call(m, FSDP_CALL_LOAD, 1));
     fsdpi_drain(m->world);
     return fsdpi_failed(m->world);
 }
 
-// Do updates run on the device? They do if the host cannot read the shards, or would have to wait
-// for the device's streams. The host updates offloaded shards.
+// Returns 1 if optimizers update shards on the device: the host cannot read the shards, or would
+// have to wait for the device's streams. The host updates offloaded shards.
 static int fsdpi_updates_on_device(const fsdp_model *m) {
     const fsdp_world *w = m->world;
     return !m->desc.cpu_offload && w->device_ops->update &&
@@ -332,7 +332,7 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "params_writable", "model");
     FSDPI_TRY(fsdpi_failed(model->world));
-    for (int i = 0; i < model->num_units; i++) { // the caller's stream waits for gathers under way
+    for (int i = 0; i < model->num_units; i++) { // COMPUTE waits for issued gathers
         fsdp_unit *u = model->units[i];
         fsdp_buf *slot = u->state.slot[FSDP_POOL_GATHER];
         if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && slot)
@@ -342,7 +342,7 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
 }
 
-// Copies what extensions keep of the parameters of units begin .. end-1.
+// Broadcasts the states that extensions keep for the parameters of units begin .. end-1.
 static fsdp_status fsdpi_broadcast_states(fsdp_model *m, int begin, int end, const char *what,
                                           int root) {
     fsdp_state_item item = FSDP_ZERO;

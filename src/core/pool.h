@@ -1,4 +1,10 @@
-/* core/pool.h - buffers and slots, and units that take and give them back
+/* core/pool.h - buffers, slot classes, and units that acquire and release slots
+
+   State: a model's buffers, and the slots of its classes. A slot class is a pool and a size. Its
+   first acquire allocates one or two slots. Later ones take the free slot that was released first;
+   a slot is added if none is free. No decision depends on an event or the clock: memory is equal on
+   all ranks and in all runs. A slot's first writer waits for the event of the slot's last release.
+   Callers: gather.h, grads.h and template.h (slots); commit.h, clip.h and params.h (buffers).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -23,11 +29,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
-// fixed number of slots, then the least recently released free one is taken, and only if none is
-// free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
-// on every rank and at every run; a buffer is handed on only after the event of its last consumer.
-
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf || fsdpi_is_child(w)) return;
@@ -45,9 +46,10 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// A failure to get memory, with what holds it and what would help, in 400 characters with the rank,
-// and the reason of who did not give it. is_host: the host's allocator has failed. A
-// prediction takes tables from it, so it is made only if these are smaller than what was wanted.
+// Fails because memory cannot be allocated. The text has, within 400 characters and the rank among
+// them, `what`, the holders of memory and a remedy (m->explain); then `reason`, the allocator's own
+// text. is_host: 1 if the host's allocator has failed. m->explain needs tables from that allocator,
+// so it then runs only if `wanted` is larger than twice the model's tables.
 static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status, int is_host,
                                                      int64_t wanted, int64_t extra,
                                                      const char *what, const char *reason) {
@@ -60,7 +62,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status 
     return fsdp_fail(m->world, status, "%s", text);
 }
 
-// Device memory, where peers can read it.
+// Allocates buf->bytes of memory: pinned, or device memory that peers can read. Fails with E305.
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
@@ -84,12 +86,12 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     return FSDP_OK;
 }
 
-// Can the host read it?
+// Returns 1 if the host can read the buffer.
 static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
     return buf->pinned || fsdpi_is_host(w);
 }
 
-// A buffer of a pool.
+// Makes a buffer and counts it in `pool`. bytes: rounded up to the alignment, at least 1.
 static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
                                   fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
@@ -128,11 +130,11 @@ static fsdp_status fsdpi_slot_class_add(fsdp_model *m, fsdpi_slot_class *c) {
     return FSDP_OK;
 }
 
-// A free slot of a class: the least recently released one, or a new one.
+// Sets *out to the free slot of a class that was released first, or to a new one.
 static inline fsdp_status fsdpi_slot_class_take(fsdp_model *m, fsdpi_slot_class *c,
                                                 fsdp_buf **out) {
     fsdp_buf *best = NULL;
-    if (c->count == 0) { // the class is filled
+    if (c->count == 0) { // the first acquire
         const int depth = c->ahead && m->world->mode != FSDP_RUN_INLINE ? 2 : 1;
         while (c->count < depth) FSDPI_TRY(fsdpi_slot_class_add(m, c));
     }
@@ -148,7 +150,7 @@ static inline fsdp_status fsdpi_slot_class_take(fsdp_model *m, fsdpi_slot_class 
     return FSDP_OK;
 }
 
-// Between steps all free slots count as released at one time: the next step takes the same ones.
+// Resets the order of releases between steps, so that the next step takes the slots in equal order.
 static void fsdpi_pools_rewind(fsdp_model *m) {
     FSDPI_GUARD(fsdpi_close_free(m));
     for (int i = 0; i < m->num_classes; i++)
@@ -161,7 +163,7 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Classes of slots, and units that take and give back.
+// Slot classes, and units that acquire and release slots.
 
 static int fsdpi_slot_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
@@ -201,15 +203,16 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-// `stream` is a slot's last consumer. The event is due at once, unless the same stream writes the
-// slot next, and needs none: so does REDUCE with REDUCE_IN and REDUCE_OUT.
+// Sets the event of a release; `stream` is the slot's last consumer. The event is due at once,
+// except for REDUCE_IN and REDUCE_OUT on REDUCE: that stream also writes them next, and needs none.
 static void fsdpi_mark_released(fsdp_world *w, int stream, fsdp_buf *buf) {
     int due = stream != FSDP_STREAM_REDUCE || buf->acquired_pool == FSDP_POOL_GRAD;
-    if (buf->avail.seq == 0) // else no record has written it since the last release
+    if (buf->avail.seq == 0) // otherwise no op has written it since the last release
         fsdpi_mark(w, stream, &buf->avail, due ? buf : NULL);
 }
 
-// An extension's slot, or NULL: there is none.
+// Sets *out to a slot that an extension supplies, or to NULL. Fails if the slot is in use or
+// smaller than `bytes`, or if there is none in a dry run.
 static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t bytes,
                                                  fsdp_buf **out) {
     fsdp_model *m = u->model;
@@ -223,6 +226,9 @@ static FSDPI_NOINLINE fsdp_status fsdpi_ext_slot(fsdp_unit *u, int pool, size_t 
         fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
+/* Sets *out to a free slot of `pool`: one of an extension, or of the unit's class. Marks it as in
+   use. Requires u->layout.classes[pool] >= 0. On failure the world fails if it has several ranks,
+   except in a dry run. */
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_model *m = u->model;
     fsdpi_slot_class *c = &m->classes[u->layout.classes[pool]];
@@ -232,7 +238,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
-    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: only AddressSanitizer sees it
     *out = buf;
     return m->listeners ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
 }
@@ -244,13 +250,14 @@ static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, in
     return status;
 }
 
-/* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
+// Releases a slot, unless *slot is NULL, and sets *slot to NULL. `stream` is its last consumer.
+// With debug, fills the slot with NaN.
 static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
     fsdp_status status = FSDP_ASSERT(m->world, buf->held);
-    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: AddressSanitizer alone sees it
+    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: only AddressSanitizer sees it
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);

@@ -114,8 +114,8 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 #define FSDPI_LINE
 #endif
 
-#define FSDPI_STRIDE 16                  // a loop takes a multiple of so many elements
-#define FSDPI_STREAM ((size_t)512 << 10) // results of so many bytes go around the caches
+#define FSDPI_STRIDE 16                  // elements of a loop: a multiple of this
+#define FSDPI_STREAM ((size_t)512 << 10) // results from this size bypass the caches
 
 // Tells the compiler that no round of a loop reads what an earlier one has written.
 #if defined(__clang__)
@@ -254,7 +254,7 @@ static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char
     else memcpy(dst, x[0], count * sizeof(float));
 }
 
-// Does fsdpi_loop_table have one loop for it? If not, a block takes several.
+// Returns 1 if fsdpi_loop_table has one loop for a reduction; otherwise a block takes several.
 static int fsdpi_has_loop(fsdp_dtype to, int num, fsdp_dtype from, float scale) {
     int plain = num == 1 && scale == 1.0f;
     if (to != FSDP_F32) return plain && from == FSDP_F32;
@@ -274,8 +274,8 @@ static FSDPI_NOINLINE void fsdpi_reduce_by_blocks(char *dst, fsdp_dtype to, cons
     }
 }
 
-/* Results go around the caches (fsdpi_stream). The loop takes chunks of two pages by turns and
-   prefetches sources: memory is faster so. */
+/* Reduces with results that bypass the caches (fsdpi_stream). The loop alternates between chunks of
+   two pages and prefetches sources: memory is faster then. */
 static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const char *const *srcs,
                                                int num, fsdp_dtype from, size_t count,
                                                float scale) {

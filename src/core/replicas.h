@@ -1,4 +1,7 @@
-/* core/replicas.h - do replicas hold the same parameters?
+/* core/replicas.h - compares the parameters of replicas, at the first finalize
+
+   Replicas average gradients, not parameters: replicas that start out different stay different.
+   Source: torch: _sync_module_states, _verify_param_shape.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -19,15 +22,12 @@
 
 #include <string.h>
 
-// Owns: nothing. Replicas average gradients and not parameters: if they begin with different
-// values, they stay different. Source: torch: _sync_module_states, _verify_param_shape.
-
-// Do other ranks hold the same parameters of the unit?
+// Returns 1 if the unit has several replicas, and this rank is one of their ranks.
 static int fsdpi_is_replicated(const fsdp_unit *u) {
     return u->desc.info.replicate_comm && fsdpi_replicas(u) > 1;
 }
 
-// A collective of a unit's replicas on host data.
+// Runs a collective of a unit's replicas on host data.
 static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char *what, int root,
                                        void *data, int64_t count, fsdp_dtype dtype) {
     fsdp_op op = fsdpi_host_op(kind, what, dtype);
@@ -38,8 +38,8 @@ static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char 
                                  count);
 }
 
-// Do replicas of the unit have different numbers? The maxima of the number and of its complement
-// tell the largest and the smallest one.
+// Sets *different to 1 if replicas of the unit pass different numbers. The maxima of the number and
+// of its complement are the largest and the smallest number.
 static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, uint64_t number,
                                           int *different) {
     int64_t most[2] = {(int64_t)number, (int64_t)~number};
@@ -48,14 +48,15 @@ static fsdp_status fsdpi_replicas_compare(const fsdp_unit *u, const char *what, 
     return status;
 }
 
-// This rank's rows of a parameter.
+// Returns this rank's rows of a parameter, and sets *nbytes to their size.
 static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nbytes) {
     *nbytes = (size_t)fsdpi_bytes(p->lay.local_numel, p->dtype);
     return fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p))->shard->ptr +
            fsdpi_bytes(p->lay.shard_offset, p->dtype);
 }
 
-// Four independent sums, so that memory is the limit and not the latency of a product.
+// Hashes bytes in four independent sums, so that memory is the limit and not the latency of a
+// product.
 static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
     uint64_t lane[4] = {h, 1, 2, 3}, word[4];
     for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
@@ -70,8 +71,8 @@ static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
     return h;
 }
 
-// Adds all rows of a unit to the hash *h. If the host cannot read them, they are copied to `room`
-// of `most` bytes, piece by piece.
+// Adds all rows of a unit to the hash *h. If the host cannot read them, copies them to `room` of
+// `most` bytes, piece by piece.
 static fsdp_status fsdpi_hash_values(const fsdp_unit *u, char *room, size_t most, uint64_t *h) {
     for (int i = 0; i < u->desc.num_params; i++) {
         size_t nbytes;
@@ -86,8 +87,8 @@ static fsdp_status fsdpi_hash_values(const fsdp_unit *u, char *room, size_t most
     return FSDP_OK;
 }
 
-/* The first finalize asks: do replicas hold the same parameters? If not, it warns, and training
-   goes on as in PyTorch, with averages that mean little. */
+/* Warns if replicas hold different parameters. Training continues, as in PyTorch, although averages
+   of their gradients mean little. Called by the first finalize. */
 static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
     enum { ROOM = 1 << 20 };
     char *room = NULL;

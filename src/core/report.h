@@ -1,4 +1,4 @@
-/* core/report.h - what is allocated now, and a model in words
+/* core/report.h - reports allocated memory, and describes a model as text
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -16,7 +16,7 @@
 
 #include <string.h>
 
-// How records run, for fsdp_model_describe and the log.
+// Adds the run mode to a text, for fsdp_model_describe and the log.
 static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
     int lanes = w->mode != FSDP_RUN_INLINE;
@@ -25,7 +25,7 @@ static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     else fsdpi_text_add(t, "%s, %s", texts[lanes], w->mode_reason);
 }
 
-// Bytes of the full parameters of a unit and of their gradients.
+// Returns the bytes of a unit's full parameters and gradients, in the dtypes that are stored.
 static int64_t fsdpi_unsharded(const fsdp_unit *u) {
     int64_t bytes = 0;
     for (int i = 0; i < u->desc.num_params; i++) {

@@ -1,4 +1,9 @@
-/* core/shard_math.h - shard math: who owns which rows, and where everything lies in a slot
+/* core/shard_math.h - computes the rows of each rank's shard, and offsets of parameters in a slot
+
+   Pure functions of sizes. The stored shards of a parameter have equal sizes on all ranks. Chunk k
+   starts at row k*c of the padded tensor: the W shards in order are the padded tensor, and all
+   padding is at its end.
+   Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -7,11 +12,6 @@
 #ifndef FSDPI_CORE_SHARD_MATH_H
 #define FSDPI_CORE_SHARD_MATH_H
 
-// Owns: shard math, in pure functions of sizes. Invariants: the stored shards of a parameter have
-// the same size on all ranks. Chunk k starts at row k*c of the padded tensor: the W shards one
-// after another are the padded tensor, and all padding is at its end.
-// Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
-
 #define FSDPI_NUMEL_MAX ((int64_t)1 << 62)
 
 static int64_t fsdpi_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
@@ -19,13 +19,13 @@ static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, 
 static int64_t fsdpi_layout_align(const fsdp_layout *l) { return l->align > 0 ? l->align : 1; }
 static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// a * b for a, b >= 0; -1 if it exceeds FSDPI_NUMEL_MAX, or if a is -1 already.
+// Returns a * b for a, b >= 0; -1 if it exceeds FSDPI_NUMEL_MAX, or if a is -1.
 static int64_t fsdpi_mul(int64_t a, int64_t b) {
     if (a < 0 || (b > 0 && a > FSDPI_NUMEL_MAX / b)) return -1;
     return a * b;
 }
 
-// Elements of dims [from, to); -1: a size is negative, or there are too many.
+// Returns the number of elements of dims [from, to); -1: a size is negative, or there are too many.
 static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
     int64_t numel = 1;
     for (int d = from; d < to; d++) {
@@ -81,8 +81,9 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     return FSDP_OK;
 }
 
-// The packed parameter, if there is only one and it is sharded by rows: its staging already is the
-// tensor. Its shard stays after the direct ones, because its size may not be aligned.
+// Returns the packed parameter if there is only one and it is sharded by rows: its staging is the
+// tensor. Otherwise returns NULL. Its shard stays after the direct ones, because its size may not
+// be aligned.
 static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, int count) {
     fsdp_layout_param *only = NULL;
     for (int i = 0; i < count; i++) {
@@ -93,11 +94,12 @@ static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, in
     return only && only->shard_dim == 0 ? only : NULL;
 }
 
-// Blocks between a packed parameter's staging rows (row k at stage + k*pitch) and its full tensor.
+// Writes the blocks from a packed parameter's staging rows (row k at stage + k*pitch) to its full
+// tensor, unless `out` is NULL. Returns their number.
 static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
                                int64_t pitch, fsdp_block *out) {
     if (p->shard_numel == 0) return 0;
-    if (p->shard_dim == 0) { // the shards one after another are the tensor
+    if (p->shard_dim == 0) { // the shards in order are the tensor
         fsdp_block b = {stage,         p->full_offset, p->shard_numel,
                         layout->world, pitch,          p->shard_numel};
         if (out) out[0] = b;
@@ -123,9 +125,9 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
     if (!layout || count < 0 || (count > 0 && !params) || layout->world < 1 || layout->rank < 0 ||
         layout->rank >= layout->world)
         return FSDP_ERR_INVALID_ARG;
-    int64_t align = fsdpi_layout_align(layout), direct = 0, packed = 0; // of one rank's shards
+    int64_t align = fsdpi_layout_align(layout), direct = 0, packed = 0; // numels of one rank
     int num_segs = 0, num_blocks = 0;
-    for (int i = 0; i < count; i++) { // its place among the direct or among the packed ones
+    for (int i = 0; i < count; i++) { // its offset among the direct or the packed ones
         fsdp_status status = fsdpi_layout_param(layout, &params[i]);
         if (status) return status;
         int64_t *sum = params[i].direct ? &direct : &packed;

@@ -34,7 +34,7 @@ typedef struct fsdpi_spawn_report {
 } fsdpi_spawn_report;
 
 typedef struct fsdpi_spawn {
-    fsdp_world_desc world; // of every rank, except rank and local_rank
+    fsdp_world_desc world; // desc of every rank, except rank and local_rank
     fsdp_rank_fn fn;
     void *arg;
     int num_ranks, grace_ms;
@@ -69,7 +69,7 @@ static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
     }
 }
 
-// What one rank does: init, fn, report, shutdown.
+// Runs one rank: init, fn, report, shutdown.
 static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
     fsdpi_spawn *s = me->spawn;
     fsdp_world_desc d = s->world;
@@ -138,7 +138,7 @@ static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
     // A rank does not outlive its parent; the parent may have died before this call.
     (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
     if (getppid() != parent) _exit(1);
-    fsdpi_fill_std_fds(); // else a print to a closed 0, 1 or 2 could reach a file of the rank
+    fsdpi_fill_std_fds(); // a print to a closed 0, 1 or 2 could reach a file of the rank
     fsdp_status status = fsdpi_spawn_run(me);
     (void)fflush(NULL);
     _exit((int)status);
@@ -199,7 +199,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     if (s->pipe[0] < 3 || s->pipe[1] < 3)
         return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
                          strerror(errno));
-    (void)fflush(NULL); // else every child would print what is buffered here
+    (void)fflush(NULL); // otherwise every child would print the text buffered here
     for (int k = 0; k < s->num_ranks && !s->first.status; k++) {
         ranks[k].pid = (int)fork();
         if (ranks[k].pid == 0) fsdpi_spawn_child(&ranks[k], parent);

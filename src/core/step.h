@@ -1,4 +1,9 @@
-/* core/step.h - the calls of a step: the transition table, the calls that look it up, and the end
+/* core/step.h - the calls of a step: the transition table, and the end
+
+   A public call looks up its row in fsdpi_rows and runs the row's actions. A call without a row
+   changes nothing. An action emits ops and never calls a backend; it does nothing if its goal is
+   reached. State: fsdpi_state.training and forwards, and fsdp_model.backward and order.
+   Source: torch: FSDPState, FSDPParamGroup.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -28,14 +33,11 @@
 
 #include <stdio.h>
 
-// Owns: the transition table and its actions. A public call looks up one row and runs its actions;
-// an action fills op records and never calls a backend. Invariants: a call without a row changes
-// nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
-
-// Bound of the record of forwards. If it is full, prefetches are lost, nothing else.
+// Limit of fsdp_model.order per unit. Forwards beyond it are counted, but backward does not
+// prefetch for them.
 #define FSDPI_ORDER_PER_UNIT 64
 
-// Remember a forward: its backward is due, and the forward before it is what to prefetch then.
+// Notes a forward whose backward is due. Backward prefetches the units in the reverse order.
 static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
@@ -54,35 +56,36 @@ static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_begin_backward(fsdp_unit *u) {
-    u->state.forwards -= u->model->is_last_backward; // else another backward of it may come
+    u->state.forwards -= u->model->is_last_backward; // otherwise another backward may follow
     u->model->backward = 1;
     return FSDP_OK;
 }
 
 enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
-enum { FSDPI_KEEP = 255 };                                                   // next: as it is
+enum { FSDPI_KEEP = 255 };                                                   // next: no change
 
-enum {                // what a row asks of a unit beside its state
-    FSDPI_DUE = 1,    // a forward that has not run backward
-    FSDPI_REFUSE = 2, // no gradients that are not reduced: with some the call fails
-    FSDPI_TELL = 4    // likewise; with some it logs that, and goes on
+enum {                // conditions of a row in addition to the training state: fsdpi_row.asks
+    FSDPI_DUE = 1,    // a forward waits for its backward
+    FSDPI_REFUSE = 2, // the call fails if a unit holds unreduced gradients
+    FSDPI_TELL = 4    // the call logs a warning if a unit holds unreduced gradients
 };
 
 typedef struct fsdpi_row {
-    uint8_t from[2]; // sets of training states: outside of backward, inside of it
-    uint8_t asks;
-    uint8_t next;                            // training state
-    fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
+    uint8_t from[2]; // sets of training states: outside backward, inside
+    uint8_t asks;                            // a set of FSDPI_DUE, ...
+    uint8_t next;                            // training state after the call, or FSDPI_KEEP
+    fsdp_status (*actions[6])(fsdp_unit *u); // in order; NULL ends them
 } fsdpi_row;
 
 // clang-format off
-// The rows of each call, in the order of FSDP_CALL_LIST; a row without training states is none.
+// The rows of each call, in the order of FSDP_CALL_LIST. A row without training states is unused.
 static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
-//    from: outside, inside of backward     asks  next        actions
+//    from: outside, inside backward       asks  next        actions
     { // pre_forward
         {{FSDPI_I | FSDPI_F, 0}, 0, FSDP_STATE_FORWARD,
             {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
-        // recompute: of a unit nested in others' backward, of the unit whose backward it is
+        // Recompute: first, a unit nested in the backward of others; second, the unit whose
+        // backward runs.
         {{0, FSDPI_I | FSDPI_B}, FSDPI_DUE, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
         {{0, FSDPI_P}, 0, FSDPI_KEEP, {fsdpi_do_unshard, fsdpi_do_wait}},
     },
@@ -118,7 +121,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     {{{FSDPI_I, 0}, FSDPI_REFUSE, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{{FSDPI_I | FSDPI_B, FSDPI_I | FSDPI_B}, 0, FSDPI_KEEP, {NULL}}}, // set
     {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDP_STATE_IDLE, {fsdpi_do_reset}}}, // reset
-    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // of an extension
+    {{{FSDPI_ALL, FSDPI_ALL}, 0, FSDPI_KEEP, {NULL}}}, // extension
 };
 // clang-format on
 
@@ -127,7 +130,8 @@ static const char *fsdpi_call_name(int call) {
     return names[call];
 }
 
-// What the table asks of a unit; open: its parameters can be read, which getters ask by themselves.
+// A unit's position in a step, as the table sees it. open: 1 if the parameters can be read. Only
+// getters depend on it, and the table does not.
 typedef struct fsdpi_unit_position {
     int training, backward, forwards, open;
 } fsdpi_unit_position;
@@ -146,9 +150,9 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
     return fsdpi_row_at(&at, call);
 }
 
-// The first of at most `depth` hooks after which a call is possible; or -1. It plays each hook on a
-// copy of the state: pre_forward opens the parameters, post_forward outside of backward makes one
-// forward due, pre_backward uses one and begins backward, finalize ends it.
+// Returns the first of at most `depth` hooks that make a call possible, or -1. It applies each hook
+// to a copy of the position: pre_forward opens the parameters, post_forward outside backward adds a
+// forward that waits, pre_backward takes one and starts backward, finalize ends backward.
 static int fsdpi_next_hook(const fsdpi_unit_position *from, int call, int depth) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                 FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
@@ -159,7 +163,7 @@ static int fsdpi_next_hook(const fsdpi_unit_position *from, int call, int depth)
         const fsdpi_row *row = fsdpi_row_at(from, hook);
         if (!row) continue;
         if (row->next != FSDPI_KEEP) at.training = row->next;
-        at.open = hook == FSDP_CALL_PRE_FORWARD; // of a backward that is due fsdpi_wrong_call knows
+        at.open = hook == FSDP_CALL_PRE_FORWARD; // fsdpi_wrong_call handles a backward that is due
         at.forwards += hook == FSDP_CALL_POST_FORWARD && !from->backward;
         at.forwards -= begins && (row->asks & FSDPI_DUE);
         at.backward = begins || (from->backward && hook != FSDP_CALL_FINALIZE);
@@ -169,10 +173,10 @@ static int fsdpi_next_hook(const fsdpi_unit_position *from, int call, int depth)
     return -1; // equivalent +1: any negative number
 }
 
-// Where in a step a unit is, in words.
+// Returns the position as a clause for texts.
 static const char *fsdpi_position_text(const fsdpi_unit_position *at) {
     static const char *const idle[2][2] = {
-        // [inside of backward][a forward is due]
+        // [inside backward][a forward waits for its backward]
         {"is idle, and no forward of it waits for a backward",
          "has run forward, and its backward has not begun"},
         {"has no forward that waits for a backward, and the model's backward has not ended",
@@ -184,15 +188,15 @@ static const char *fsdpi_position_text(const fsdpi_unit_position *at) {
                             : "has run its backward, and the model's backward has not ended";
 }
 
-// The text of a call in a wrong state asks the table what is missing. The first one of a step is
-// logged: in a loop over layers and microbatches the others say no more.
+// Fails with the hook that the table expects before this call. Only the first such error of a unit
+// and a call in a step is logged: loops over layers and microbatches would repeat it.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const fsdpi_unit_position at = {u->state.training, u->model->backward, u->state.forwards,
                                     u->state.storage == FSDP_STORAGE_UNSHARDED};
     int first = -1, is_new = !(u->reported_calls >> call & 1);
     u->reported_calls |= 1u << call;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
-        first = FSDP_CALL_PRE_BACKWARD; // a forward would do, too, but a backward is due
+        first = FSDP_CALL_PRE_BACKWARD; // a forward would be possible, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_next_hook(&at, call, depth);
     int is_off = !u->model->grad_enabled && at.forwards == 0;
     const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
@@ -208,10 +212,10 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
     return row->next == FSDPI_KEEP ? u->state.training : row->next;
 }
 
-// Run one row for a unit.
+// Runs the actions of a row for a unit, then sets the unit's training state.
 static fsdp_status fsdpi_apply_row(fsdp_unit *u, const fsdpi_row *row) {
     const uint8_t next = fsdpi_next_state(u, row);
-    u->model->call_state = next; // also behind a marker, where an extension may have made a call
+    u->model->call_state = next; // set again: an extension that saw the marker may have called
     FSDPI_GUARD(fsdpi_open_unit(u));
     for (int i = 0; row->actions[i]; i++) FSDPI_TRY(row->actions[i](u));
     u->state.training = next;
@@ -224,7 +228,7 @@ static fsdp_status fsdpi_apply_row(fsdp_unit *u, const fsdpi_row *row) {
 #endif
 }
 
-// Outside of backward: gradients of microbatches that wait for a reduction.
+// Returns 1 if the unit holds unreduced gradients of earlier microbatches. Only outside backward.
 static int fsdpi_holds_grads(const fsdp_unit *u) { return (fsdpi_held(u) & FSDPI_HELD_SLOTS) != 0; }
 
 static FSDPI_NOINLINE fsdp_status fsdpi_refuse_waiting(const fsdp_unit *u, const char *what) {
@@ -234,7 +238,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_refuse_waiting(const fsdp_unit *u, const
                      what, u->desc.name);
 }
 
-// The call finds such gradients. PyTorch says nothing, and they enter the next reduction.
+// Fails or warns, as the call's row says, because a unit holds unreduced gradients. PyTorch does
+// not report them: they enter the next reduction.
 static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call,
                                                     const char *what) {
     fsdp_model *m = u->model;
@@ -251,11 +256,11 @@ static FSDPI_NOINLINE fsdp_status fsdpi_not_reduced(const fsdp_unit *u, int call
     return FSDP_OK;
 }
 
-// Calls that write shards, or gradients for them, and those that move them.
+// Set of calls that write or move shards, or change shard gradients.
 static const uint32_t fsdpi_wants_shards = 1u << FSDP_CALL_PARAMS_CHANGED | 1u << FSDP_CALL_LOAD |
                                            1u << FSDP_CALL_CLIP | 1u << FSDP_CALL_REQUIRES_GRAD;
 
-// Is the call, by the name of `what`, possible for all units?
+// Returns FSDP_OK if the call is possible for all units. `what`: the call's name in texts.
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     if (m->write_lock_text && fsdpi_wants_shards >> call & 1)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE, "[E231] %s: %s", what,
@@ -267,14 +272,14 @@ static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) 
     return FSDP_OK;
 }
 
-// Their rows, once it is.
+// Runs the call's row for every unit. Requires that each has one: fsdpi_check_units.
 static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     for (int i = 0; i < m->num_units; i++)
         FSDPI_TRY(fsdpi_apply_row(m->units[i], fsdpi_lookup(m->units[i], call)));
     return FSDP_OK;
 }
 
-// A change that lasts, which a rehearsal could not undo.
+// Fails in a dry run: the call makes a lasting change, which a dry run could not undo.
 static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_dry_run(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !m->dry_run) return status;
@@ -282,7 +287,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_dry_run(fsdp_model *m, const c
                      "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
 }
 
-// A marker for those who see records, before the ops of a public call.
+// Shows extensions a marker op that precedes the ops of a public call.
 static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
                                                   const char *what) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
@@ -291,14 +296,15 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
     return fsdpi_show(m, &op);
 }
 
-// The records of a call of the model are labelled IDLE.
+// Begins a call of the whole model: its ops carry the state IDLE, and a marker precedes them.
 static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
     m->call_state = FSDP_STATE_IDLE;
     return m->listeners & FSDPI_LISTEN_OPS ? fsdpi_show_call(m, NULL, call, what) : FSDP_OK;
 }
 
-// A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
-// Extensions are told of those with rows, which write shards or their gradients.
+// Begins a call of the whole model: checks the arguments and the world, commits, checks the table
+// and shows the marker. If `run` is set, the call writes shards or gradients: extensions are
+// notified first, and the row of each unit runs.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
@@ -311,21 +317,21 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
-// Finalize reports the first failure again.
+// Keeps the first failed status and its text: fsdp_finalize_backward returns them again.
 static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
     if (m->hook_status) return status;
     snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
     return m->hook_status = status;
 }
 
-// The end of a call: the caller's work comes next.
+// Ends a call. Records the events that are due on COMPUTE, since the caller's work comes next.
 static inline fsdp_status fsdpi_keep_status(fsdp_model *m, fsdp_status status) {
     if (!status && m->world->order[FSDP_STREAM_COMPUTE].due)
         status = fsdpi_record_event(m->world, FSDP_STREAM_COMPUTE);
     return status ? fsdpi_hook_failed(m, status) : FSDP_OK;
 }
 
-// The end of a call that writes shards or their gradients. u NULL: of all units.
+// Ends a call that writes shards or their gradients, of unit u or (NULL) of all units.
 static fsdp_status fsdpi_writing_ends(fsdp_model *m, fsdp_unit *u, int call, fsdp_status status) {
     if (!m) return status;
     status = fsdpi_keep_status(m, status);
@@ -337,14 +343,14 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->listeners & FSDPI_LISTEN_OPS) { // equivalent condition: it saves work alone
+    if (m->listeners & FSDPI_LISTEN_OPS) { // equivalent condition: it only saves work
         m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
     }
     return fsdpi_apply_row(u, row);
 }
 
-// The same for a call of which an extension wants to know when it ends.
+// Runs a unit's call, and notifies extensions when it has ended.
 static FSDPI_NOINLINE fsdp_status fsdpi_timed_call(fsdp_unit *u, int call) {
     fsdp_status status = FSDP_OK;
     const fsdpi_attached *answered = fsdpi_ext_offer_call(u->model, u, call, &status);
@@ -394,9 +400,9 @@ static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The end of a step, and what is asked in it.
+// The end of a step, getters and calls between steps.
 
-// The caller's stream waits for all shard gradients. Where a unit has none, they are zeros.
+// Makes the caller's stream wait for all shard gradients. Sets them to zero where a unit has none.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
@@ -465,10 +471,10 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     return status;
 }
 
-/* Memory for a getter that fails, so that a trainer that looks at statuses later does not crash
-   before: one block of this rank alone for all, in which the host and kernels may write the largest
-   parameter in any dtype, as one that asks for the wrong dtype does. Finalize reports the failure
-   again. NULL only where there is no memory either. */
+/* Returns memory for a getter that has failed, so that a trainer that checks statuses later does
+   not crash. All getters of a model share one block of pinned memory, in which the largest
+   parameter fits in any dtype. Keeps `status` for fsdp_finalize_backward. Returns NULL if there is
+   no model or no memory. */
 FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status) {
     fsdp_world *w = model ? model->world : NULL;
     int64_t bytes = 8;
@@ -495,7 +501,7 @@ static inline int fsdpi_has_param(const fsdp_unit *u, int index) {
     return u && index >= 0 && index < u->desc.num_params;
 }
 
-// May a getter give what it is asked for?
+// Returns FSDP_OK if a getter may return a pointer to a parameter or its gradient now.
 static inline fsdp_status fsdpi_getter_check(fsdp_unit *u, int index, int call) {
     int exists = fsdpi_has_param(u, index);
     fsdp_status status = u ? fsdpi_failed(u->model->world) : FSDP_OK;
@@ -531,8 +537,8 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
            fsdpi_bytes(p->grad_offset, fsdpi_dtype_group_of(unit, p)->param_dtype);
 }
 
-// Fails because parameter `index` has another dtype than the caller asks for; logs it once in a
-// step for each unit and call. is: how it has that dtype; tells: what says so; set: what sets it.
+// Fails because parameter `index` does not have the dtype `asked`; logs it once in a step for each
+// unit and call. is, tells, set: clauses of the text. Returns the pointer of fsdp_fallback_ptr.
 static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call, const char *what,
                                               const char *is, fsdp_dtype has, fsdp_dtype asked,
                                               const char *tells, const char *set) {
@@ -547,7 +553,7 @@ static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call,
     return fsdp_fallback_ptr(u->model, status);
 }
 
-// The getter, unless the caller expects another dtype.
+// Calls the getter if the parameter is gathered in `dtype`; otherwise fails.
 static void *fsdpi_get_as(fsdp_unit *u, int index, fsdp_dtype dtype, int call, const char *what,
                           void *(*get)(fsdp_unit *unit, int index)) {
     const fsdpi_param *p = fsdpi_has_param(u, index) ? &u->params[index] : NULL;
@@ -604,7 +610,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (fsdpi_ext_offer_call(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
     if (model->num_commits == 0)
-        return FSDP_OK; // no unit has begun anything; an extension may have
+        return FSDP_OK; // no unit has run a call; an extension may have
     status = fsdpi_announce(model, FSDP_CALL_RESET, "model_reset");
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);

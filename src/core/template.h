@@ -1,4 +1,9 @@
-/* core/template.h - steps become records: prepared at commit, emitted by fsdpi_emit_step
+/* core/template.h - op templates: built at commit, filled in and emitted in each step
+
+   State: fsdpi_unit_layout.templates. After commit only fsdpi_emit_step changes them, and
+   fsdpi_emit, which sets an op's number and waits.
+   Callers: commit.h (fsdpi_templates_make); gather.h and grads.h (fsdpi_emit_step).
+   Source: torch: foreach_all_gather, foreach_reduce.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -21,10 +26,8 @@
 #include <stddef.h>
 #include <string.h>
 
-// Owns: a unit's templates. After commit only fsdpi_emit_step changes them; fsdpi_emit writes the
-// number and the waits of a record.
-
-// A view but for the gradient, whose presence is known to the caller's thread only.
+// Returns a view of a parameter without its gradient: only the caller's thread knows whether there
+// is one.
 static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p));
@@ -83,9 +86,9 @@ enum { FSDPI_NO_GROUP, FSDPI_SHARDS, FSDPI_SLICES, FSDPI_SUMS, FSDPI_REPLICAS };
 
 typedef struct fsdpi_step_row {
     uint8_t op, label, stream, group;
-    uint8_t each;  // a record for each part
-    uint16_t work; // offset of the blocks or segments, in the part or in the layout; 0: none
-    fsdp_status (*call)(const fsdp_op *op, void *stream); // for parts with an extension, or CALL
+    uint8_t each;  // 1: an op for each dtype group; 0: one op for the unit
+    uint16_t work; // offset of the fsdpi_op_list in the group or in the layout, in bytes; 0: none
+    fsdp_status (*call)(const fsdp_op *op, void *stream); // for groups with an extension, or CALL
 } fsdpi_step_row;
 
 #define FSDPI_PART(name) 1, offsetof(fsdpi_dtype_group, name)
@@ -104,7 +107,7 @@ static int fsdpi_step_stream(const fsdp_unit *u, int kind) {
     return stream == FSDP_STREAM_COUNT ? last : stream;
 }
 
-// The dtype of what lies at a place. part: NULL: of the whole unit.
+// Returns the dtype of a place of a dtype group, or (NULL) of the whole unit.
 static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_dtype_group *part, int place) {
     const fsdpi_dtype_group *first = part ? part : &u->layout.parts[u->layout.first_train];
     switch (place) {
@@ -117,8 +120,8 @@ static fsdp_dtype fsdpi_place_dtype(const fsdp_unit *u, const fsdpi_dtype_group 
     }
 }
 
-// Makes a record at `t`, for a part or (NULL) the unit. Returns the next place: `t` if there is
-// nothing to do.
+// Builds a template at `t`, for a dtype group or (NULL) the unit. Returns the next place, or `t` if
+// the step has no work.
 static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_dtype_group *part,
                                            fsdpi_template *t) {
     const fsdpi_step_row *row = &fsdpi_step_rows[kind];
@@ -128,7 +131,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_d
                                 u->desc.reduce_comm, u->desc.replicate_comm};
     const int calls = row->call && (!part || part->extended);
     int label = row->label;
-    memset(t, 0, sizeof *t); // no step goes from SHARD to SHARD: its places are not set yet
+    memset(t, 0, sizeof *t); // from = to = SHARD, as in no step: places are not set
     if (calls && kind == FSDPI_STEP_COPY_IN) label = FSDP_LABEL_PRE_GATHER;
     if (calls && kind == FSDPI_STEP_COPY_OUT) label = FSDP_LABEL_POST_GATHER;
     t->op = fsdpi_op(u->model, u, calls ? (int)FSDP_OP_CALL : row->op, label,
@@ -155,7 +158,7 @@ static int fsdpi_templates_max(const fsdp_unit *u) {
     return max;
 }
 
-// All records of a unit: its lists and blocks are there.
+// Builds all templates of a unit. Requires its lists and the flat blocks.
 static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_unit_layout *l = &u->layout;
     fsdpi_template *t = l->templates[0];
@@ -169,7 +172,7 @@ static void fsdpi_templates_make(fsdp_unit *u) {
     l->templates[FSDPI_STEP_COUNT] = t;
 }
 
-// Where the pointer to a place's buffer stands: a slot is another one at another time.
+// Returns the address of the pointer to a place's buffer: a unit's slots change from use to use.
 static fsdp_buf *const *fsdpi_template_place(const fsdp_unit *u, const fsdpi_template *t,
                                              int place) {
     static fsdp_buf *const none = NULL;
@@ -181,13 +184,13 @@ static fsdp_buf *const *fsdpi_template_place(const fsdp_unit *u, const fsdpi_tem
                                            : &u->state.slot[place];
 }
 
-// Writes what depends on the places that a step reads and writes, which seldom change.
+// Sets the fields that depend on the places that a step reads and writes. These rarely change.
 static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_template *t,
                                                      const fsdpi_step *s) {
     fsdp_op *op = &t->op;
     const int group = fsdpi_step_rows[s->kind].group;
-    // The work of TO_OUT and SCATTER is a pair: that of GRAD, where parameters lie as wholes, and
-    // that of REDUCE_IN.
+    // TO_OUT and SCATTER have two lists: one for GRAD, which has whole parameters, and one for
+    // REDUCE_IN.
     const int second = group == FSDPI_SUMS && s->from == FSDP_POOL_REDUCE_IN;
     fsdp_dtype to = op->kind == FSDP_OP_ZERO ? FSDP_U8 : fsdpi_place_dtype(u, t->part, s->to);
     fsdp_dtype from = s->from == FSDPI_NOWHERE ? to : fsdpi_place_dtype(u, t->part, s->from);
@@ -202,8 +205,8 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
                    : 0;
 }
 
-/* What ranks compare in a reduction: the unit, what it held when the reduction began, and the
-   parameters that have no gradient, whose first one is named if ranks differ. */
+/* Sets the fields of a reduction that ranks compare: the unit, the gradients it held before the
+   reduction, and its parameters without a gradient. op->unused names the first of these. */
 static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
     uint64_t unused = 0; // equivalent +1: any number begins a hash
     int used = 0;
@@ -221,8 +224,8 @@ static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
     op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)held;
 }
 
-// Emits the records of a step. Steps run in the order of their streams: a slot that the step gives
-// back is released after its last record.
+// Emits the ops of a step, in the order of its stream. Acquires the slot it writes before the first
+// op and releases the slot it reads after the last op, if the step says so.
 static fsdp_status fsdpi_emit_step(fsdp_unit *u, const fsdpi_step *s) {
     fsdp_model *m = u->model;
     fsdpi_template *t = u->layout.templates[s->kind], *end = u->layout.templates[s->kind + 1];

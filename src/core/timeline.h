@@ -1,4 +1,9 @@
-/* core/timeline.h - when records ran on a device with streams, for extensions that ask
+/* core/timeline.h - measures the times of ops on a device with streams, for extensions
+
+   State: fsdp_world.timeline: the device events of ops whose times have not been reported. There is
+   none unless an extension has `ran`. A device measures only from one event to another: all times
+   count from a base event, at which the host has read the world's clock.
+   Callers: run.h.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -12,26 +17,22 @@
 #include "objects.h"
 #include "watch.h"
 
-// Owns: events before a record's waits, and before and behind its work, until all have happened. If
-// no extension has `ran`, there are none. A device measures only from one event to another. So all
-// times are measured from a base event, for which the host knows the time of the world's clock.
+#define FSDPI_TIMES_MAX  256                   // ops whose times are not reported yet
+#define FSDPI_TIMES_BASE ((int64_t)8000000000) // ns; long times lose digits: then a new base
 
-#define FSDPI_TIMES_MAX  256                   // records whose times are not reported yet
-#define FSDPI_TIMES_BASE ((int64_t)8000000000) // long times lose digits: then a new base
-
-enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // ENDS: all are recorded
+enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // ENDS: all events are recorded
 
 typedef struct fsdpi_timed {
     fsdp_op op;
-    void *reached, *begin, *end; // reached: only if the record has waits
+    void *reached, *begin, *end; // events before its waits (if any), before its work, after it
     int state;                   // FSDPI_TIMED_*
 } fsdpi_timed;
 
 struct fsdpi_timeline {
-    void *base; // event
+    void *base; // base event
     int64_t base_ns;
-    uint32_t first, next; // records reported and begun so far
-    fsdpi_timed *reached; // whose turn has come; NULL: it will not be reported
+    uint32_t first, next; // number of ops reported and begun so far
+    fsdpi_timed *reached; // entry of the op that runs now; NULL: it is not reported
     fsdpi_timed ring[FSDPI_TIMES_MAX];
 };
 
@@ -48,7 +49,7 @@ static void fsdpi_timeline_close(fsdp_world *w) {
     w->timeline = NULL;
 }
 
-// A new base: the host reads the world's clock when COMPUTE has reached the event.
+// Records a new base event on COMPUTE, waits for it and reads the world's clock.
 static fsdp_status fsdpi_timeline_rebase(fsdp_world *w) {
     fsdpi_timeline *t = w->timeline;
     fsdp_status status = w->device_ops->record(w->device, w->streams[FSDP_STREAM_COMPUTE], t->base);
@@ -75,15 +76,15 @@ static fsdp_status fsdpi_timeline_open(fsdp_world *w) {
     return status;
 }
 
-/* Reports records that have run to the extensions, in the order of issue. It waits for the first
-   one for at most wait_ns. A record that the device cannot measure is left out. */
+/* Reports ops that have run to the extensions, in the order of issue. Waits for the first one for
+   at most wait_ns. Skips ops that the device cannot measure. */
 static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     const fsdp_device_ops *d = w->device_ops;
     fsdpi_timeline *t = w->timeline;
     while (t && t->first != t->next) {
         fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
         int64_t begin, end, reached = 0;
-        if (one->state == FSDPI_TIMED_RUNS) return; // its user function issues other records now
+        if (one->state == FSDPI_TIMED_RUNS) return; // its function issues other ops now
         if (one->state == FSDPI_TIMED_ENDS && d->sync(w->device, one->end, wait_ns)) return;
         wait_ns = 0;
         t->first++;
@@ -96,13 +97,14 @@ static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     }
 }
 
-// Records that have been issued so far are not reported any more.
+// Reports the ops that have run, and drops all others that have been issued.
 static void fsdpi_timeline_end_all(fsdp_world *w) {
     fsdpi_timeline_tell(w, 0);
     if (w->timeline) w->timeline->first = w->timeline->next;
 }
 
-// Records the first event of a record whose turn has come.
+// Records the first event of an op, before its waits. Sets timeline->reached, to NULL if the op is
+// not measured.
 static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream) {
     fsdpi_timeline *t = w->timeline;
     if (!t) return;
@@ -114,7 +116,7 @@ static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream)
         return;
     fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
     one->op = *op;
-    one->op.list = NULL; // its memory may be free when the record is reported
+    one->op.list = NULL; // its memory may be free when the op is reported
     one->op.list_count = 0;
     one->state = FSDPI_TIMED_RUNS;
     void *first = op->num_waits ? one->reached : one->begin;
@@ -123,7 +125,7 @@ static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream)
     t->reached = one;
 }
 
-// Records the last event, unless the record has failed.
+// Records the last event of an op, unless the op has failed.
 static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
     if (!status) status = w->device_ops->record(w->device, stream, one->end);
     one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;

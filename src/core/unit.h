@@ -1,4 +1,8 @@
-/* core/unit.h - units and parameters: what fully_shard makes of a desc
+/* core/unit.h - fsdp_fully_shard: checks a desc, and makes a unit and its parameters
+
+   State: the fields of fsdp_unit, until commit lays out the model.
+   Callers: trainers (fsdp_fully_shard); commit.h and options.h (fsdpi_unit_arrange).
+   Source: torch: fully_shard, FSDPParamGroup.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -25,13 +29,13 @@
 static fsdpi_state fsdpi_state_new(void) {
     fsdpi_state s = FSDP_ZERO;
     s.last_order = -1;
-    s.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are
+    s.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are zero
     return s;
 }
 
 static uint8_t *fsdpi_use(const fsdp_unit *u, int i) { return (uint8_t *)u->use + i; }
 
-// One allocation: the parameters, then their marks of use, eight in a word.
+// Returns the bytes of one allocation: the parameters, then their marks (fsdp_unit.use).
 static size_t fsdpi_params_bytes(const fsdp_unit *u) {
     return (size_t)u->desc.num_params * sizeof *u->params + 8 * (size_t)u->use_words;
 }
@@ -110,7 +114,7 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
                       u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
-/* Can p require a gradient? All trainables of a unit are stored in one dtype.
+/* Returns FSDP_OK if p may require a gradient: all trainables of a unit must have one stored dtype.
    Source: torch: FSDPParamGroup._init_mp_dtypes. */
 static fsdp_status fsdpi_trainable_check(const fsdp_unit *u, const fsdpi_param *p) {
     for (int i = 0; i < u->desc.num_params; i++) {
@@ -126,7 +130,8 @@ static fsdp_status fsdpi_trainable_check(const fsdp_unit *u, const fsdpi_param *
     return FSDP_OK;
 }
 
-// Parameters of a unit from their descs. The array of descs may have an older header's stride.
+// Makes the parameters of a unit from their descs. In a program that was built with an older header
+// the descs are shorter: the `size` of the first one is the stride of the array.
 static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     uint32_t stride = 0;
@@ -171,14 +176,15 @@ static int fsdpi_is_whole_name(const char *whole, const char *unit, const char *
     return strncmp(whole, unit, n) == 0 && whole[n] == '.' && strcmp(whole + n + 1, name) == 0;
 }
 
-// Do two parameters have one whole name? "h.0" and "w", or "h.0.w" in a unit of any name.
+// Returns 1 if two parameters have one whole name: unit "h.0" and name "w" is the same as the name
+// "h.0.w" in a unit of any name.
 static int fsdpi_same_param(const char *unit, const char *name, const char *other_unit,
                             const char *other) {
     return fsdpi_is_whole_name(other, unit, name) || fsdpi_is_whole_name(name, other_unit, other) ||
            (strcmp(unit, other_unit) == 0 && strcmp(name, other) == 0);
 }
 
-/* A parameter is sharded or replicated, not both.
+/* Fails if a unit shards a parameter that another unit replicates, or the reverse.
    Source: torch: _is_composable_with_fsdp, the registry of composable APIs. */
 static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
     fsdp_model *m = u->model;
@@ -205,7 +211,8 @@ static FSDPI_NOINLINE void fsdpi_mix(uint64_t *h, uint64_t x) {
     *h = fsdpi_hash_words(*h, &x, 1);
 }
 
-// All that ranks must have given alike: it is part of what every collective compares.
+// Sets layout.hash and layout.agree from everything that ranks must agree on. Every collective of
+// the unit compares them.
 static void fsdpi_unit_agree(fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
     uint64_t h[FSDP_AGREE_COUNT] = {0};
@@ -235,8 +242,9 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
     }
 }
 
-/* The facts as they are now: again after an option has changed. The layout's part of them follows
-   from things that no option changes. */
+/* Sets u->facts, and the fields that follow from them: the gradient path, layout.gather and
+   layout.grads_ahead. Called again after an option has changed. No option changes the two fields of
+   the layout. */
 static void fsdpi_unit_facts(fsdp_unit *u) {
     fsdpi_unit_layout *l = &u->layout;
     const fsdpi_dtype_group *part = &l->parts[l->first_train];
@@ -266,8 +274,8 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     l->grads_ahead = (uint8_t)!fsdpi_facts_copy_first(&f, 0);
 }
 
-/* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
-   Again after fsdp_set_requires_grad. */
+/* Sorts the parameters into dtype groups, counts the trainables, and computes the sizes of the
+   layout and the slot classes. Called again after fsdp_set_requires_grad and fsdp_model_cast. */
 static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
     u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.first_train = 0;
@@ -307,7 +315,7 @@ static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     return fsdpi_unit_classes(u);
 }
 
-// After a failure commit does it again.
+// Calls fsdpi_unit_parts. On failure num_parts is 0, so that commit arranges the unit again.
 static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdp_status status = fsdpi_unit_parts(u);
     if (status) u->layout.num_parts = 0;
@@ -326,7 +334,7 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
         what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
-// What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
+// Sets *out from a desc's mesh info or its mesh; if it has neither, copies `otherwise`.
 static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
                                       const fsdp_mesh_info *info, const fsdp_mesh_info *otherwise,
                                       fsdp_mesh_info *out) {
@@ -363,7 +371,7 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
     return fsdp_mesh_info_init(mesh, kind, shard, replicate, out);
 }
 
-// Groups of a unit, and what reshard_after_forward comes to.
+// Sets the communicators of a unit, and resolves reshard_after_forward.
 static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     const fsdp_mesh_info *info = &u->desc.info;
@@ -385,7 +393,7 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
                  : FSDP_OK;
 }
 
-// Returns the name of a unit as texts print it.
+// Returns a unit's name as texts print it.
 static const char *fsdpi_shown_name(const char *name) { return *name ? name : "(root)"; }
 
 static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {

@@ -1,4 +1,7 @@
-/* core/watch.h - which functions of extensions are called, and in what order
+/* core/watch.h - calls the callbacks of extensions, in the order in which they are attached
+
+   State: fsdp_model.listeners, offered_to and ext_depth. If listeners is 0, the calls of a step and
+   ops skip these functions. fsdp_attach is in attach.h.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -12,12 +15,9 @@
 #include "objects.h"
 #include "os.h"
 
-// If fsdp_model.watch is 0, the calls of a step and records pass these functions by. fsdp_attach is
-// in attach.h.
-
-/* A call begins: the flight record notes it. Returns the extension that has answered, or NULL;
-   *status is the result then. If an extension makes calls while it is asked, only later extensions
-   are asked about these. */
+/* Offers a call to the extensions, after the flight record has noted it. Returns the extension that
+   answered the call, with the result in *status, or NULL. If an extension makes calls in its
+   callback, these are offered only to later extensions. */
 static FSDPI_NOINLINE const fsdpi_attached *fsdpi_ext_offer_call(fsdp_model *m, fsdp_unit *u,
                                                                  int call, fsdp_status *status) {
     const fsdpi_attached *asker = m->offered_to, *answered = NULL;
@@ -33,7 +33,8 @@ static FSDPI_NOINLINE const fsdpi_attached *fsdpi_ext_offer_call(fsdp_model *m, 
     return answered;
 }
 
-// The call has ended: told to those that were asked, the last of them `answered`, or NULL.
+// Notifies the extensions to which a call was offered that it has ended. answered: the last of
+// them, or NULL: all.
 static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int call,
                                                const fsdpi_attached *answered) {
     const fsdpi_attached *end = answered ? answered->next : NULL;
@@ -44,8 +45,9 @@ static FSDPI_NOINLINE void fsdpi_tell_returned(fsdp_model *m, fsdp_unit *u, int 
     m->ext_depth--;
 }
 
-/* Has an extension taken a record? Each may change the copy of a record, except its kind, its order
-   and the fields from which that was derived. */
+/* Shows a copy of an op to each extension until one takes it. Returns nonzero if one took it, or in
+   a dry run: the op must not run. An extension may change the copy, except for its kind, its order
+   and the fields that decide the order. */
 static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
     const fsdp_op was = *op;
     int taken = 0;
@@ -63,7 +65,8 @@ static int fsdpi_ext_offer_op(fsdp_model *m, fsdp_op *op) {
     return taken | m->dry_run;
 }
 
-// A slot for a unit from an extension, or NULL. If `released` is not NULL, the unit gives it back.
+// Returns a slot that an extension supplies, or NULL. If `released` is not NULL, notifies
+// extensions that the unit releases that slot.
 static FSDPI_NOINLINE fsdp_buf *fsdpi_ext_offer_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
     u->model->ext_depth++;
@@ -80,15 +83,15 @@ static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns,
         if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
 }
 
-// A record has run: reports it to the extensions of its model, or of all models if it is the
-// world's. Worker threads run records of models only.
+// Reports an op that has run to the extensions of its model, or of all models if it belongs to
+// none. Worker threads only run ops of models.
 static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
     if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
     for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
         fsdpi_tell_model(m, op, begin_ns, end_ns);
 }
 
-// Tells all extensions of an event of parameters.
+// Notifies all extensions of an event of parameters, until one fails. Returns its status.
 static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
     fsdp_status status = FSDP_OK;
     for (const fsdpi_attached *a = m->attached; a && !status; a = a->next)
@@ -96,7 +99,7 @@ static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
     return status;
 }
 
-// Sets fsdp_model.watch: what the extensions of a model, and the flight record, listen to.
+// Sets fsdp_model.listeners from the callbacks of the extensions and from the flight record.
 static void fsdpi_watch(fsdp_model *m) {
     int watch = m->world->flight ? FSDPI_LISTEN_CALLS : 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
@@ -106,12 +109,12 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_LISTEN_SLOTS;
         if (a->e.ran) watch |= FSDPI_LISTEN_TIMES;
     }
-    if (m->dry_run) watch |= FSDPI_LISTEN_OPS | FSDPI_LISTEN_SLOTS; // whichever functions it has
+    if (m->dry_run) watch |= FSDPI_LISTEN_OPS | FSDPI_LISTEN_SLOTS; // even without callbacks
     m->listeners = (uint8_t)watch;
 }
 
-// The number of a communicator in the order in which they are made, and *size, its ranks. 1: the
-// world's; 0: none.
+// Returns the number of a communicator in the order of creation, and sets *size to its ranks. 1:
+// the world's; 0: none.
 static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
     *size = w->size;
     if (!comm || comm == w->comm) return comm != NULL;
@@ -131,7 +134,7 @@ static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Names of records, labels and pools.
+// Names of ops, labels and pools.
 
 FSDP_API const char *fsdp_op_name(int kind) {
     static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};

@@ -1,5 +1,7 @@
 /* core/world.h - a world begins and ends; collectives on host data
 
+   State: fsdp_world: rank, size, backend, device, streams or worker threads, communicators.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -27,8 +29,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-// Owns: rank, size, backend, device, lanes, and the objects that are made from the world.
 
 // Takes fields that the desc leaves open from the environment, and checks all of them.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
@@ -144,7 +144,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// A training goes on without a record.
+// Opens the flight record. If that fails, training continues without one.
 static void fsdpi_world_open_flight(fsdp_world *w, const fsdp_world_desc *d) {
     const char *dir = d->flight_record ? d->flight_record : fsdpi_env("FSDP_FLIGHT_RECORD");
     const char *why = dir ? fsdpi_flight_open(w, dir) : NULL;
@@ -166,8 +166,8 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     return FSDP_OK;
 }
 
-// All ranks meet, and add their random numbers. Over a backend of the program they do not: there
-// the name of the job stands for the number.
+// Sets w->id, equal on all ranks: the sum of their random numbers or, with a backend that the
+// program gives, a hash of the job's name.
 static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
     int64_t sum = (int64_t)w->id;
     if (is_given && w->size > 1)
@@ -179,8 +179,8 @@ static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
     return FSDP_OK;
 }
 
-// Makes streams of a device, or worker threads. If two collectives may run at once, it also makes a
-// second communicator.
+// Makes the streams of a device, or worker threads. If two collectives may run at once, also makes
+// a second communicator.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     w->mode_reason = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
@@ -241,7 +241,7 @@ static void fsdpi_world_close(fsdp_world *w) {
 // A world begins and ends.
 
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
-    w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet
+    w->rank = d->world_size > 0 ? d->rank : -1; // -1: unknown
     w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
     w->boot.logger = d->logger;
     w->boot.log_level = w->log_level;
@@ -273,7 +273,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.store = w->store;
     if (!fsdpi_random(&w->id, sizeof w->id)) // soon after the start of the system
         w->id = fsdpi_hash((uint64_t)fsdpi_system_ns(0), (uint64_t)(uintptr_t)w);
-    w->id = 1 + (w->id >> 24); // sums of many ranks are numbers, too
+    w->id = 1 + (w->id >> 24); // so that sums over many ranks do not overflow
     fsdp_status status = fsdpi_world_choose(w, d);
     if (!status && !d->timeout_ms) // on GPUs, first compilations and connections take long
         d->timeout_ms = w->device_ops->flags & FSDP_DEVICE_ASYNC ? 600000 : 60000;
@@ -283,7 +283,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
     if (!status) status = fsdpi_world_agree_id(w, d->comm_ops != NULL);
-    if (status && w->comm) status = fsdpi_fail_together(w, status); // the others have joined, too
+    if (status && w->comm) status = fsdpi_fail_together(w, status); // the peers have joined, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));
         if (w->flight && w->flight->state == FSDPI_FLIGHT_RUNS)
@@ -302,7 +302,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
-    fsdp_world early; // has rank, log level and errors until there is a world
+    fsdp_world early; // has rank, log level and errors until the world exists
     if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
     *world = NULL;
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc"));
@@ -383,8 +383,8 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// A collective on data in host or device memory. The data go through memory that peers may read,
-// FSDPI_BOUNCE bytes at a time.
+// Runs a collective on data in host or device memory. Copies the data through memory that peers may
+// read, FSDPI_BOUNCE bytes at a time.
 static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
                                          int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -395,7 +395,7 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     op->src_ptr = op->dst_ptr = w->bounce;
     op->out_dtype = op->dtype;
     op->scale = 1.0;
-    fsdpi_drain(w); // lanes may use the communicator
+    fsdpi_drain(w); // worker threads may use the communicator
     int64_t at = 0;
     do {
         int64_t num = fsdpi_min(step, count - at);
@@ -410,7 +410,7 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     return FSDP_OK;
 }
 
-// The checks of all collectives on host data.
+// Checks the arguments of a collective on host data.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
     if (!w) return fsdpi_null(mesh ? mesh->world : NULL, what, "world");
@@ -425,10 +425,10 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     return FSDP_OK;
 }
 
-/* A collective over the world (mesh NULL), or over a mesh, dim by dim. Reductions over each dim
-   make the reduction over the mesh. A broadcast first reaches ranks that differ from the root in
-   dim 0 alone, then those that differ in dims 0 and 1, and so on. Other groups broadcast meanwhile,
-   too: a later dim overwrites their data. */
+/* Runs a collective over the world (mesh NULL), or over a mesh, dim by dim. A reduction over each
+   dim gives the reduction over the mesh. A broadcast first reaches ranks that differ from the root
+   only in dim 0, then those that differ in dims 0 and 1, and so on. Other groups broadcast as well
+   in that time: a later dim overwrites their data. */
 static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op *op, int root,
                                    void *data, int64_t count) {
     fsdp_status status = FSDP_OK;
