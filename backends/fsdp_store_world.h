@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 #define FSDPI_STORE_ASK_NS   ((int64_t)80000000)   // for the store to answer about a rank
-#define FSDPI_STORE_CAUSE_NS ((int64_t)1000000000) // for the store to know a lost connection's cause
+#define FSDPI_STORE_CAUSE_NS ((int64_t)1000000000) // for the store to find why a connection ended
 
 typedef struct fsdpi_store_world {
     fsdpi_comm_world base;
@@ -120,8 +120,8 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
                                                           : FSDPI_CAUSE_UNKNOWN;
 }
 
-// Waits for fsdpi_store_world_cause in a call of this comm, until the call's deadline at the latest.
-// Never returns AWAITED.
+// Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline. Never
+// returns AWAITED.
 static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
     int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
     int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
