@@ -120,8 +120,8 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
                                                           : FSDPI_CAUSE_UNKNOWN;
 }
 
-// Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline. Never
-// returns AWAITED.
+// Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline.
+// Never returns AWAITED.
 static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
     int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
     int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
