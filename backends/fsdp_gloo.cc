@@ -101,7 +101,7 @@ REVEAL(RecvAbortOf, tcp::UnboundBuffer, bool, abortWaitRecv_);
 REVEAL(SendAbortOf, tcp::UnboundBuffer, bool, abortWaitSend_);
 REVEAL(ErrorOf, tcp::UnboundBuffer, std::exception_ptr, ex_);
 
-// Calls a handler's events, with the signature of upstream's library or of Debian's.
+// Calls a handler, with or without its loop as an argument, which depends on the library's version.
 template <typename Handler>
 auto tell(Handler *handler, tcp::Loop *loop, int events, int)
     -> decltype(handler->handleEvents(*loop, events)) {
@@ -347,7 +347,8 @@ template <typename F> int guarded(F f) noexcept {
     }
 }
 
-// A duration without end: much more than ten years overflows in the library.
+// The longest timeout: much more than ten years overflows in the library. The shortest is 1 ms, as
+// 0 would mean that the deadline has passed.
 const std::chrono::milliseconds TEN_YEARS(315360000000);
 const std::chrono::milliseconds TICK(50); // period of checks of awaited peers
 
@@ -942,8 +943,8 @@ int descriptor_of(const struct sockaddr_in &local, const struct sockaddr_in *pee
     return found;
 }
 
-/* Replaces Gloo's listening socket. Other processes of this host could find it; Gloo would take them
-   for peers, or end the process. Gloo need not listen: it is the caller of all its connections. */
+/* Replaces Gloo's listening socket. Other processes of this host could find it; Gloo would take
+   them for peers, or end the process. Gloo need not listen: it calls in all its connections. */
 void stop_listening(Agent *agent, gloo::transport::Pair *pair) {
     agent->plug(descriptor_of(ipv4(pair->address()), nullptr), dynamic_cast<tcp::Handler *>(pair));
 }
