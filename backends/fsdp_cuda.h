@@ -72,8 +72,9 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #define FSDPI_CUDA_NAP_MAX  80000 // from this duration on sleeps stay equal
 #define FSDPI_CUDA_PARTIALS 48
 // f32 operations per second divided by those of f64: 2 on GPUs for data centers, 32 or 64 on
-// others; CUDA reports it per device. If it is larger than this limit, norms add up pairs of f32: an
-// element then takes about ten operations of f32, instead of two of f64. The limit is not measured.
+// others; CUDA reports it per device. If it is larger than this limit, norms add up pairs of f32:
+// an element then takes about ten operations of f32, instead of two of f64. The limit is not
+// measured.
 #define FSDPI_CUDA_F64_RATIO 8
 #define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
 
@@ -156,8 +157,8 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
     }
 }
 
-/* Waits until the work of a stream is done, and returns 1: its memory may then be freed. If the work
-   does not end in time, marks the device as hung, and returns 0: no memory is freed. */
+/* Waits until the work of a stream is done, and returns 1: its memory may then be freed. If the
+   work does not end in time, marks the device as hung, and returns 0: no memory is freed. */
 static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
     int64_t start = fsdpi_boot_now(boot);
     while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
@@ -416,8 +417,7 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>cuda_work
-// Owns: op records as work on a stream.
+// Ops as work on a stream.
 
 static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
     return stream ? (cudaStream_t)stream : d->place.setup;
