@@ -111,10 +111,10 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 
 typedef struct fsdpi_fake_world {
     fsdpi_comm_world base;
-    fsdp_fake *fake, none; // the user's, or our own
-    uint32_t failed, lock; // of the verdict
+    fsdp_fake *fake, none; // the user's, or `none`
+    uint32_t failed, lock; // not 0: the world has failed; guards `why`
     fsdpi_failure why;
-    uintptr_t next; // with addresses: of the next allocation
+    uintptr_t next; // with addresses: address of the next allocation
 } fsdpi_fake_world;
 
 static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
@@ -194,7 +194,7 @@ static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
     }
 }
 
-// dst (+)= scale * sum of so many ranks that have the same src.
+// Computes dst (+)= scale * the sum over `ranks` ranks that all have this src.
 static void fsdpi_fake_sum(void *dst, fsdp_dtype out, const char *src, fsdp_dtype dtype,
                            size_t count, int ranks, double scale, int accumulate) {
     if (count == 0) return;
