@@ -179,7 +179,7 @@ static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Move: what each collective does to the memory of this rank.
+// Move: the effect of each collective on the memory of this rank.
 
 static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
     const size_t size = fsdp_dtype_size(op->dtype);
