@@ -128,10 +128,10 @@ typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
     fsdp_gloo_device *device; // NULL: all ranks are local
     fsdpi_local_hosts hosts;
-    fsdpi_comm *near;    // the ranks of this host; NULL: there are no others
+    fsdpi_comm *near;     // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
-    int64_t patience_ns; // time left for the close handshakes of all groups together
-    uint32_t lock;       // guards the list
+    int64_t patience_ns;  // time left for the close handshakes of all groups together
+    uint32_t lock;        // guards the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
 
@@ -1062,7 +1062,7 @@ typedef struct fsdpi_gloo_connector {
     int listener, num_links, missing; // members that are not connected yet
     int64_t deadline;
     fsdpi_gloo_endpoint *doors; // endpoints of the called members, and of this one
-    fsdpi_gloo_link *links; // one for each member that is called; then those that have called
+    fsdpi_gloo_link *links;     // one for each member that is called; then those that have called
     struct pollfd *polls;
     int fds[FSDPI_MAX_SRCS]; // members' connections; -1: none yet
 } fsdpi_gloo_connector;

@@ -135,9 +135,9 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_PATIENCE    ((int64_t)5000000000)   // for an untrusted peer to prove itself
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000)   // for a server to prove itself
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)    // for BYE to be sent
-#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for CLOSING to be read: TCP may resend it
-#define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a failure to be pushed back
-#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that connect after one is lost
+#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000)   // for CLOSING to be read: TCP may resend it
+#define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)    // for a failure to be pushed back
+#define FSDPI_STORE_LINGER      ((int64_t)500000000)    // for ranks that connect after one is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
 #define FSDPI_STORE_LATER       0xFFFF   // flags of REFUSED: connect again later
 #define FSDPI_STORE_CLOEXEC     02000000 // O_CLOEXEC, which strict C99 hides
