@@ -1,13 +1,13 @@
-/* fsdp_comm.h - the comm base: what all backends do in the same way
+/* fsdp_comm.h - the comm base: the parts of fsdp_comm_ops that all backends share
 
    Each call of fsdp_comm_ops is written once, here. A backend fills one table, fsdpi_transport,
-   with four things of its own; the data of a call flows one way through them:
+   which has four parts (in capitals below); the data of a call flow through them in one direction:
 
        open       blocks of memory -> the world is checked -> CONNECT
-       split      described -> checked -> MOVE: show and hear -> compared -> CONNECT
-       run        described -> checked -> MOVE: show and hear -> compared -> moved -> settled
-       alloc      MEMORY -> the list of allocations, in which run finds what peers read
-       failure    given to VERDICT, which keeps it for all ranks -> each rank reports it
+       split      described -> checked -> MOVE: `show`, `hear` -> compared -> CONNECT
+       run        described -> checked -> MOVE: `show`, `hear` -> compared -> moved -> settled
+       alloc      MEMORY -> the list of allocations, in which run finds the buffers that peers read
+       failure    given to FAILURE, which keeps it for all ranks -> each rank reports it
 
    A backend's comm and world begin with fsdpi_comm and fsdpi_comm_world; its fsdp_comm_ops are
    fsdpi_comm_split and so on, and an open of one line that names its table.
@@ -20,7 +20,7 @@
 #define FSDPI_BACKENDS_COMM_H
 
 #include "fsdp_memory.h" // the list of allocations
-#include "fsdp_signature.h" // what a rank is about to do, as a record and in words
+#include "fsdp_signature.h" // the signature of a rank's call, and its text
 #include "../src/core/alloc.h"
 #include "../src/core/error.h"
 #include "../src/core/flight.h"
@@ -33,7 +33,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define FSDPI_MAX_RANKS 4096 // of a comm; if the backend reduces by itself: FSDPI_MAX_SRCS
+#define FSDPI_MAX_RANKS 4096 // ranks of a comm; FSDPI_MAX_SRCS if the backend itself reduces
 
 typedef struct fsdpi_comm fsdpi_comm;
 typedef struct fsdpi_comm_world fsdpi_comm_world;
@@ -42,49 +42,49 @@ typedef struct fsdpi_comm_world fsdpi_comm_world;
 typedef struct fsdpi_span {
     const void *shared;
     int64_t low, high; // the elements of it that they read
-    fsdpi_chunk chunk; // the allocation that has them; base NULL: peers read none
+    fsdpi_chunk chunk; // the allocation of these elements; base NULL: peers read none
 } fsdpi_span;
 
-/* What a backend is. A function returns FSDP_OK, or what fsdpi_comm_error returned (this call fails
-   on this rank) or fsdpi_comm_fail (the world fails). If a function may be NULL, its comment says
-   so. */
+/* The table that a backend fills. A function returns FSDP_OK, or the status of fsdpi_comm_error
+   (this call fails on this rank) or of fsdpi_comm_fail (the world fails). If a function may be
+   NULL, its comment says so. */
 typedef struct fsdpi_transport {
-    size_t comm_bytes, world_bytes; // of the backend's own structs
+    size_t comm_bytes, world_bytes; // sizes of the backend's own structs
     int most_ranks;
     fsdp_caps caps; // open may change those of its world
 
-    /* Connect: how ranks find each other. All ranks of the world call open. All members of the
-       parent call connect, once they have agreed about the new groups; child is NULL if this rank
-       is in no group. Before they meet, prepare (may be NULL) makes what the child's first member
-       has to show. leave ends a comm. close ends a world after all its comms have ended and its
-       allocations are free. It returns 1 if the world's block may be freed, and 0 if a thread still
-       reads it. */
+    /* Connect. All ranks of the world call open. All members of the parent call connect, once they
+       have agreed about the new groups; child is NULL if this rank is in no group. Before they
+       agree, prepare (may be NULL) makes whatever the child's first member must show. leave ends a
+       comm. close ends a world after all its comms have ended and its allocations are free. It
+       returns 1 if the world's block may be freed, and 0 if a thread still reads it. */
     fsdp_status (*open)(fsdpi_comm *c);
     fsdp_status (*prepare)(fsdpi_comm *parent, fsdpi_comm *child);
     fsdp_status (*connect)(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *group);
     void (*leave)(fsdpi_comm *c);
     int (*close)(fsdpi_comm_world *w);
 
-    /* Move: how bytes travel. show sends c->now to the ranks that the call concerns, and may start
-       work that can run meanwhile. hear waits until their records lie at c->shown. op and span are
-       NULL for a split. When move is called, every argument is checked, and every rank makes the
-       same call. settle (may be NULL) comes last, also after a failure: nothing of this call is
-       under way afterwards. If show and hear are NULL, there are no other ranks to compare with,
-       and ask is NULL, too. */
+    /* Move. `show` sends c->now to the ranks that take part in the call, and may start work that
+       can run meanwhile. `hear` waits until their signatures lie at c->shown. op and span are NULL
+       for a split. When `move` is called, every argument is checked, and every rank makes the same
+       call. `settle` (may be NULL) comes last, also after a failure: afterwards no work of this
+       call is outstanding. If `show` and `hear` are NULL, there are no other ranks to compare with,
+       and `ask` is NULL, too. */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
-    /* Verdict: why the world has ended, the same for all ranks. If there is none yet, tell sets it
-       and ends all waits. verdict reads it; 0: there is none. ask returns 1, and what is known of a
-       rank of the world; 0: nobody answers. Any thread may call them. */
+    /* Failure: the first error of the world, equal on all ranks. `tell` sets it, if there is none
+       yet, and ends all waits. `verdict` reads it, and returns 0 if there is none. `ask` fills *out
+       with the known state of a rank of the world, and returns 0 if there is no answer. Any thread
+       may call these functions. */
     void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
     int (*verdict)(fsdpi_comm_world *w, fsdpi_failure *out);
     int (*ask)(fsdpi_comm *c, int rank, fsdpi_peer *out);
 
-    /* Memory that peers may read, zero-filled. take is given chunk.size and fills the rest; after a
-       failure *why has the reason. advise adds to a text what helps against a lack of memory. */
+    /* Memory that peers may read, zero-filled. `take` reads chunk->size and fills the other fields;
+       after a failure *why is the reason. `advise` adds remedies for a lack of memory to a text. */
     fsdp_status (*take)(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why);
     void (*give)(fsdpi_comm_world *w, const fsdpi_chunk *chunk);
     void (*advise)(fsdpi_text *t);
@@ -95,9 +95,9 @@ struct fsdpi_comm_world {
     fsdp_boot boot;
     const fsdpi_transport *transport;
     fsdp_caps caps;
-    const uint32_t *failed; // not 0: a verdict is there, or comes; NULL: not connected
-    fsdpi_activity *trace;  // what this rank does, for other ranks; NULL: the backend knows it
-    int64_t open_ns;        // when the world began to open: one deadline is for all of it
+    const uint32_t *failed; // not 0: the world has failed, or is failing; NULL: not connected
+    fsdpi_activity *trace;  // this rank's activity, for other ranks; NULL: the backend tracks it
+    int64_t open_ns;        // time at which open began: one deadline applies to all of it
     int is_trusting;        // 1: ranks do not compare their calls
     fsdpi_chunks chunks;
 };
@@ -105,29 +105,27 @@ struct fsdpi_comm_world {
 // The part of a comm that every backend has; its first member.
 struct fsdpi_comm {
     fsdpi_comm_world *world;
-    const fsdp_boot *boot; // of the world
+    const fsdp_boot *boot; // the world's
     int is_world;
-    uint32_t splits; // so far
+    uint32_t splits; // number of splits so far
     uint64_t id;     // equal on all members, unique in the world
     int index, size; // this rank's place among the members
     int32_t *ranks;  // [size] world ranks of the members; in the same block
     fsdpi_signature now;
-    const char *shown; // where the records of the other members lie
-    size_t step;       // from one to the next
+    const char *shown; // signatures of the other members
+    size_t step;       // bytes from one signature to the next
     char error[1280];  // text of the last failure
 };
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_fail
-// Owns: the two ways to fail. fsdpi_comm_error: this call fails on this rank; the
-// others do not learn of it. fsdpi_comm_fail: the world fails in this rank's call. The first
-// failure of a world stays.
+// The two ways to fail. fsdpi_comm_error: this call fails on this rank; other ranks are not
+// notified. fsdpi_comm_fail: the world fails in this rank's call. A world keeps its first failure.
 
 static int fsdpi_comm_failed(const fsdpi_comm *c) {
     return c->world->failed && FSDPI_LOAD(c->world->failed);
 }
 
-// Keeps the text for error_text.
+// Writes the text for error_text. Returns `status`.
 static FSDP_PRINTF(3, 4) fsdp_status
     fsdpi_comm_error(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
     char reason[FSDPI_REASON];
@@ -142,13 +140,14 @@ static FSDP_PRINTF(3, 4) fsdp_status
     return status;
 }
 
-// What this rank does, as the subject of a verdict.
+// Writes this rank's operation, as the subject of a failure.
 static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
     fsdpi_text t = {subject, cap, 0};
     fsdpi_say_op(&t, &c->now);
 }
 
-// The status and text of a failed world for this rank: its number, its call, and what happened.
+// Returns the status of a failed world, and writes this rank's text: its number, its call and the
+// failure.
 static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_failure v;
     char subject[sizeof v.subject];
@@ -170,7 +169,8 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
                             (int)v.rank, v.subject, v.reason);
 }
 
-// If the reason does not begin with a rank, it is about this one, and its number is put first.
+// Fails the world, and returns its status. A reason that does not begin with a rank is about this
+// rank, whose number is put first.
 static FSDP_PRINTF(3, 4) fsdp_status
     fsdpi_comm_fail(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
     char text[FSDPI_REASON], reason[FSDPI_REASON], subject[192];
@@ -194,7 +194,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_comm_no_memory(fsdpi_comm *c, const char *
                            (unsigned long long)bytes, what);
 }
 
-// Any thread may call it. It does not read c->now: a lane may be in a collective of the same comm.
+// Fails the world. Any thread may call it: it does not read c->now, as a worker thread may be in a
+// collective of the same comm.
 static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     char reason[FSDPI_REASON];
@@ -214,7 +215,7 @@ static const char *fsdpi_comm_error_text(fsdp_comm *comm) {
     return comm ? ((fsdpi_comm *)(void *)comm)->error : fsdpi_thread_error;
 }
 
-// "rank 2" or "ranks 0, 1, 3": those of the list that are marked. ranks NULL: 0 to count - 1.
+// Adds "rank 2" or "ranks 0, 1, 3": the marked ranks of the list. ranks NULL: 0 to count - 1.
 static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, const uint8_t *marked) {
     int total = 0, said = 0;
     for (int k = 0; k < count; k++) total += marked[k] != 0;
@@ -226,7 +227,7 @@ static void fsdpi_say_ranks(fsdpi_text *t, const int32_t *ranks, int count, cons
 
 #define FSDPI_MUTE "the store does not answer: it is stopped, or this host is cut off from it"
 
-// What a rank did last.
+// Adds the last operation of a rank.
 static FSDPI_UNUSED void fsdpi_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
     fsdpi_peer peer;
     if (c->world->transport->ask(c, rank, &peer)) fsdpi_say_peer(t, &peer);
@@ -234,40 +235,38 @@ static FSDPI_UNUSED void fsdpi_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_blame
-// Which ranks are to blame if members have not come in time. A rank that waits for another one is
-// not, and a rank that waits for this one is not missing.
+// The ranks to blame for missing members. A rank that waits for another one is not to blame.
 
-#define FSDPI_TRAIL 16 // most ranks of which each waits for the next one
+#define FSDPI_TRAIL 16 // most ranks of a trail
 #define FSDPI_ASKED 64 // most missing members about which it asks
 
-// Ranks of which each waits for the next one. The first one is this rank.
+// A chain of ranks, each of which waits for the next one. The first one is this rank.
 typedef struct fsdpi_trail {
-    int count, begin; // begin: the last one waits for that one of the list; -1: for none of them
+    int count, begin; // begin: index of the rank for which the last one waits; -1: not in the list
     int32_t ranks[FSDPI_TRAIL];
     fsdpi_peer peers[FSDPI_TRAIL];
 } fsdpi_trail;
 
 typedef struct fsdpi_blame {
     uint8_t named[FSDPI_MAX_RANKS]; // by world rank
-    int total, missing;             // of those that are named; of these, how many are missing here
+    int total, missing;             // number of named ranks; number of these that are missing here
     int excused, waits_for;         // a missing member, and a named rank for which it waits; or -1
-    fsdpi_trail ring;               // begin -1: there is none
+    fsdpi_trail ring;               // ranks that wait for each other; begin -1: there are none
 } fsdpi_blame;
 
 enum { FSDPI_BLAME_NONE = -1, FSDPI_BLAME_RING = -2 };
 
-// How long a rank can be silent until it counts as stopped or cut off.
+// Returns the duration of silence after which a rank counts as stopped or cut off, in ns.
 static int64_t fsdpi_quiet_ns(const fsdp_boot *boot) {
     int64_t least = 350000000 + (int64_t)boot->size * 1000000;
     return boot->timeout_ns / 4 > least ? boot->timeout_ns / 4 : least;
 }
 
-/* Follows who waits for whom, from a missing member on, and returns the rank to blame: the one that
-   has been silent for the longest time, if that is long (the member itself, if it has been silent
-   for half as long); else the last one, if it does not wait.
-   Returns FSDPI_BLAME_NONE if it waits and does not say for whom, FSDPI_BLAME_RING if ranks that
-   are heard of wait for each other. */
+/* Follows the waits from a missing member on, and returns the rank to blame. That is the rank with
+   the longest silence, if it exceeds fsdpi_quiet_ns (or the member itself, if its silence is more
+   than half as long); otherwise the last rank of the trail, if it does not wait.
+   Returns FSDPI_BLAME_NONE if the last rank waits for an unknown one, and FSDPI_BLAME_RING if ranks
+   wait for each other and the store receives beats from them. */
 static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
     int worst = 0, next = rank, last = 0;
     trail->ranks[0] = c->boot->rank;
@@ -277,10 +276,10 @@ static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
         if (trail->count == FSDPI_TRAIL || next >= c->boot->size) return FSDPI_BLAME_NONE;
         if (!c->world->transport->ask(c, next, peer)) return rank;
         trail->ranks[trail->count] = next;
-        if (peer->state != FSDPI_PEER_JOINED) peer->busy = 0; // it waits for nobody any more
+        if (peer->state != FSDPI_PEER_JOINED) peer->busy = 0; // it no longer waits
         else if (peer->silent_ns > trail->peers[worst].silent_ns) worst = trail->count;
         next = peer->busy - FSDPI_WAITS_FOR;
-        if (next < 0 || next == trail->ranks[trail->count]) break; // of itself: for nobody else
+        if (next < 0 || next == trail->ranks[trail->count]) break; // it waits for no other rank
         for (int i = trail->count; i >= 0; i--)
             if (trail->ranks[i] == next) trail->begin = i;
     }
@@ -290,7 +289,7 @@ static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
     if (trail->begin < 0)
         return trail->peers[trail->count].busy ? FSDPI_BLAME_NONE : trail->ranks[trail->count];
     if (trail->peers[last].silent_ns >= 0) return FSDPI_BLAME_RING;
-    // Signs of life are not counted: who has been in its operation for the longest time is stuck.
+    // This backend counts no beats: the rank with the longest running operation is hung.
     for (int i = trail->begin ? trail->begin : 1; i < trail->count; i++)
         if (trail->peers[i].since_ns > trail->peers[last].since_ns) last = i;
     return trail->ranks[last];
@@ -317,7 +316,8 @@ static void fsdpi_say_host(fsdpi_text *t, const fsdpi_peer *peer) {
     if (peer->host[0]) fsdpi_text_add(t, " (%s)", peer->host);
 }
 
-// "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...; rank 0 waits for it".
+// Adds "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...; rank 0 waits for
+// rank 1".
 static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, const char *verb) {
     fsdpi_peer peer;
     fsdpi_text_add(t, "[E403] ");
@@ -332,7 +332,7 @@ static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, 
         if (b->total > 1 && is_known) fsdpi_text_add(t, "rank %d: ", r);
         if (is_known) fsdpi_say_peer(t, &peer);
         else fsdpi_text_add(t, FSDPI_MUTE);
-        if (!is_known) break; // nobody answers for the others
+        if (!is_known) break; // there is no answer about other ranks, either
         if (peer.silent_ns <= fsdpi_quiet_ns(c->boot)) continue;
         fsdpi_text_add(t, ": it is stopped, or its host");
         fsdpi_say_host(t, &peer);
@@ -341,7 +341,7 @@ static void fsdpi_say_named(fsdpi_text *t, fsdpi_comm *c, const fsdpi_blame *b, 
     if (b->excused >= 0) fsdpi_text_add(t, "; rank %d waits for rank %d", b->excused, b->waits_for);
 }
 
-// "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0: ...".
+// Adds "rank 0 (10.0.0.1) waits for rank 2 (10.0.0.2), which waits for rank 0, ...".
 static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
     const int first = ring->begin, most = first + 4 < ring->count ? first + 4 : ring->count;
     char who[400];
@@ -369,8 +369,9 @@ static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
     }
 }
 
-/* Says which ranks are to blame if the marked members are missing at the deadline. Returns 0 if
-   there is a verdict meanwhile: if no missing member is to blame, it waits a moment for theirs. */
+/* Adds the ranks to blame if the marked members are missing at the deadline. If no missing member
+   is to blame, waits up to 100 ms for another rank's failure first. Returns 0 if the world fails
+   meanwhile. */
 static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
                                        const char *verb) {
     fsdpi_blame b;
@@ -381,17 +382,16 @@ static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8
         fsdpi_say_ring(t, c, &b.ring);
         return 1;
     }
-    if (!b.total) // they wait, and nobody says for whom
+    if (!b.total) // the missing members wait for unknown ranks: name the members
         for (int k = 0; k < c->size; k++) b.total += b.named[c->ranks[k]] = missing[k];
     fsdpi_say_named(t, c, &b, verb);
     return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_check
-// Owns: the record of a call, and the checks of its arguments.
+// The signature of a call, and the checks of its arguments.
 
-/* The one place where a collective becomes a record: it fills c->now, except its key.
+/* Fills the signature c->now of a collective, except its key. No other function does.
    src/core/backend.h says why there are two structs. */
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_signature *r = &c->now;
@@ -420,7 +420,7 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
 static void fsdpi_make_key(fsdpi_signature *r, const fsdp_coll *op) {
     uint64_t words[sizeof r->what / 8 + 5] = {0}, *at = words + sizeof r->what / 8;
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        // Peers read there. A buffer that only its rank uses may have another offset on each rank.
+        // Peers read at this offset. In a buffer that only its rank uses, the offsets may differ.
         const int read = r->kind == FSDP_OP_ALL_GATHER && !r->in_place;
         const uint64_t seg[] = {(uint64_t)op->segs[s].full, (uint64_t)op->segs[s].count,
                                 read ? (uint64_t)op->segs[s].shard : 0};
@@ -480,10 +480,10 @@ static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_l
     return fsdpi_check_reduction(c, op);
 }
 
-// Checks the arguments, and fills the span that peers read, except its allocation.
+// Checks the arguments. Fills the span that peers read, except its allocation.
 static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
-    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
+    int64_t most = INT64_MAX / 32 / c->size; // elements: their sums and bytes do not overflow
     fsdp_status status = fsdpi_check_form(c, op, is_list, most);
     if (status) return status;
     int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
@@ -514,7 +514,7 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     return FSDP_OK;
 }
 
-// Finds the allocation that has the span that peers read: all of it has to be this rank's.
+// Finds the allocation of the span that peers read. Fails unless all of it is this rank's.
 static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
     fsdpi_chunks *chunks = &c->world->chunks;
     uint64_t size = fsdp_dtype_size(op->dtype);
@@ -551,8 +551,7 @@ static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_meet
-// Owns: the comparison. No rank uses data of peers before all have shown the same record.
+// The comparison. No rank uses data of peers before all ranks have shown equal signatures.
 
 static uint64_t fsdpi_key_of(const fsdpi_comm *c, int k) {
     if (k == c->index) return c->now.key;
@@ -566,7 +565,7 @@ static fsdpi_signature fsdpi_signature_of(const fsdpi_comm *c, int k) {
     return fsdpi_signature_get((const uint64_t *)record);
 }
 
-// "all_gather of 'h.3' ..., 64 elements of f32"
+// Adds "all_gather of 'h.3' ..., 64 elements of f32".
 static void fsdpi_say_call(fsdpi_text *t, const fsdpi_signature *r) {
     fsdpi_say_op(t, r);
     if (r->kind < FSDP_OP_COUNT)
@@ -577,10 +576,10 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_signature *r) {
         fsdpi_text_add(t, ", without a gradient of '%s'", r->what + at);
 }
 
-// "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
+// Adds "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ...".
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_signature first = fsdpi_signature_of(c, 0);
-    int kinds = 0; // they differ
+    int kinds = 0; // 1: kinds differ
     fsdpi_text_add(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_signature record = fsdpi_signature_of(c, k);
@@ -605,7 +604,7 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
         kinds ? ", or not use a unit (fsdp_set_reduce_scatter_unused_params)" : "");
 }
 
-// The calls of two ranks. In a pair, one has to send and the other to receive.
+// Adds the calls of two ranks. Two calls of a pair are compared as if both had the same direction.
 static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_signature *mine, int k,
                           const fsdpi_signature *theirs) {
     fsdpi_signature like = *theirs;
@@ -618,7 +617,8 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_signat
     fsdpi_say_differences(t, mine, &like);
 }
 
-// In a pair, one has to send and the other to receive; else all ranks have to make the same call.
+// Fails the world unless the ranks agree: one of a pair sends and the other receives; otherwise all
+// ranks make the same call.
 static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
@@ -632,7 +632,7 @@ static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
         if (!same) fsdpi_say_disagreement(&t, c);
     }
     if (same) return FSDP_OK;
-    // No subject: every rank's text says what this rank did itself.
+    // No subject: the text of every rank names its own operation.
     c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
     return fsdpi_comm_report(c);
 }
@@ -644,7 +644,7 @@ static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsd
     return status ? status : fsdpi_comm_compare(c, op);
 }
 
-// From fsdpi_comm_begin to fsdpi_comm_end the rank is in an operation.
+// Begins an operation: sets its start time, and publishes it. fsdpi_comm_end ends it.
 static void fsdpi_comm_begin(fsdpi_comm *c) {
     c->now.since_ns = fsdpi_boot_now(c->boot);
     if (c->world->trace) fsdpi_activity_begin(c->world->trace, &c->now);
@@ -674,10 +674,9 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_connect
-// Owns: how a world and its groups begin and end.
+// Opening and closing of a world and its groups.
 
-// The index of a world rank; size: it is no member. The search begins at `from`.
+// Returns the index of a world rank, or c->size if it is no member. The search begins at `from`.
 static int fsdpi_index_from(const fsdpi_comm *c, int rank, int from) {
     if (rank >= 0 && rank < c->size && c->ranks[rank] == rank) return rank;
     for (int k = from; k < c->size; k++)
@@ -689,7 +688,8 @@ static int fsdpi_index_from(const fsdpi_comm *c, int rank, int from) {
 
 static int fsdpi_index_of(const fsdpi_comm *c, int rank) { return fsdpi_index_from(c, rank, 0); }
 
-// A comm's block: the backend's struct, the ranks, and `marks` bytes more. NULL: no memory.
+// Allocates a comm's block: the backend's struct, the ranks, and `marks` bytes more. NULL: no
+// memory.
 static fsdpi_comm *fsdpi_comm_block(const fsdp_allocator *a, const fsdpi_transport *transport,
                                     int size, size_t marks) {
     const size_t bytes = (transport->comm_bytes + 7) / 8 * 8;
@@ -699,7 +699,7 @@ static fsdpi_comm *fsdpi_comm_block(const fsdp_allocator *a, const fsdpi_transpo
     return c;
 }
 
-// Checks a new group's members, copies them to the child, and their hash to the parent's record.
+// Checks a new group's members. Copies them to the child, and their hash to the parent's signature.
 static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, int size,
                                        fsdpi_comm *child) {
     uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
@@ -728,7 +728,8 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
 // Also ends a comm after a failed open or split.
 static void fsdpi_comm_close(fsdp_comm *comm);
 
-// The child's block, as far as this rank can fill it alone; NULL: the rank is in no group.
+// Makes the child's block, and fills the fields that need no other rank. *out stays NULL if this
+// rank is in no group.
 static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm **out) {
     const fsdpi_transport *transport = parent->world->transport;
     fsdpi_describe(parent, NULL, g->name);
@@ -754,7 +755,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     return transport->prepare ? transport->prepare(parent, child) : FSDP_OK;
 }
 
-// All ranks of the parent have to split it, and a group's members have to agree on the members.
+// Fails the world unless all members of a group have named the same members.
 static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
     for (int i = 0; child && parent->world->transport->show && i < child->size; i++) {
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
@@ -802,13 +803,13 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
     if (transport->close(w)) fsdpi_free(&allocator, w);
 }
 
-// The time that is left until the deadline of open.
+// Returns the time left until the deadline of open, in ns; at least 1.
 static FSDPI_UNUSED int64_t fsdpi_comm_left_to_open(const fsdpi_comm_world *w) {
     int64_t left = w->open_ns + w->boot.timeout_ns - fsdpi_boot_now(&w->boot);
     return left > 1 ? left : 1;
 }
 
-/* A world and its comm, of so many ranks, which get their numbers later. NULL: no memory. */
+// Makes a world and its comm of `size` ranks, which get their numbers later. NULL: no memory.
 static fsdpi_comm *fsdpi_comm_make(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    int size) {
     fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
@@ -828,7 +829,7 @@ static fsdpi_comm *fsdpi_comm_make(const fsdpi_transport *transport, const fsdp_
     return c;
 }
 
-// It keeps the text of a failure for error_text(NULL).
+// Opens a world. After a failure error_text(NULL) returns the text.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
     const int size = boot->size >= 1 && boot->size <= transport->most_ranks ? boot->size : 0;
@@ -866,8 +867,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>comm_memory
-// Owns: allocations. A failure does not change c->now: a lane may be in a collective of the comm.
+// Allocations. A failure does not use c->now: a worker thread may be in a collective of the comm.
 
 static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     const char *whose;
@@ -877,7 +877,7 @@ static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
         whose, (double)left / 1048576);
 }
 
-// Memory of the world's allocator, for backends that read no memory of other processes.
+// Takes memory of the world's allocator, for backends that read no memory of other processes.
 static FSDPI_UNUSED fsdp_status fsdpi_take_host(fsdpi_comm_world *w, fsdpi_chunk *chunk,
                                                 const char **why) {
     const char *whose;

@@ -3,7 +3,7 @@
        nvcc -O3 -arch=native -c fsdp_cuda.cu        and link with -lcudart -lstdc++
 
    A program that compiles fsdp.h's implementation with nvcc needs no object: fsdp_cuda.h includes
-   this file then. C++11 or later, sm_70 or later; CUDA 12.1 or later makes use of large kernel
+   this file then. Requires C++11 and sm_70, or later; CUDA 12.1 or later uses large kernel
    parameters, which need a driver of 530 or later. The bits do not depend on the flags of nvcc,
    --use_fast_math included.
 
@@ -39,7 +39,7 @@
 #define fsdp_stub_touch(ptr, nbytes, write) ((void)(ptr), (void)(nbytes), (void)(write))
 #endif
 
-// As fsdp_dtype_size and fsdp_dtype_is_float, which a program with FSDP_STATIC keeps to itself.
+// Equal fsdp_dtype_size and fsdp_dtype_is_float, which a program with FSDP_STATIC does not export.
 static size_t fsdpi_cuda_size_of(fsdp_dtype dtype) {
 #define FSDP_X(name, value, bytes, is_float) bytes,
     static const size_t sizes[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
@@ -53,28 +53,28 @@ static int fsdpi_cuda_is_float(fsdp_dtype dtype) {
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT && floats[dtype];
 }
 
-// Functions are static besides: to the linker, nvcc gives a namespace without a name one.
+// Functions are also static: nvcc gives an anonymous namespace a name that the linker sees.
 namespace fsdpi_cuda {
 namespace {
 
 enum {
     FSDPI_THREADS = 256,
-    FSDPI_ITEMS = 4,                          // of a thread in a tile, at work at the same time
+    FSDPI_ITEMS = 4,                          // items that a thread of a tile processes at once
     FSDPI_TILE = FSDPI_THREADS * FSDPI_ITEMS, // items
     FSDPI_NORM_TILE = 16384,                  // elements
-    FSDPI_GRID = 16384,                       // thread blocks at most
+    FSDPI_GRID = 16384,                       // most thread blocks
 #if CUDART_VERSION >= 12010
     FSDPI_PARAMS = 32764, // bytes that travel with a launch
 #else
     FSDPI_PARAMS = 4096,
 #endif
     FSDPI_FEW = 24, // runs of a launch: usually, and at most
-    FSDPI_MANY = (FSDPI_PARAMS - 128) / (int)sizeof(fsdpi_cuda_run) // what fits beside the rest
+    FSDPI_MANY = (FSDPI_PARAMS - 128) / (int)sizeof(fsdpi_cuda_run) // 128: other parameters
 };
 
 /* -------------------------------------------------------------------------------------------- */
 /* Launches. A kernel is a struct with Params, which travel with the launch, and block(). A launch
-   into the stream LOADS is none: the kernel is loaded. */
+   into the stream LOADS only loads the kernel. */
 const char load_mark = 0;
 #define FSDPI_LOADS ((void *)(uintptr_t)&load_mark)
 
@@ -106,12 +106,13 @@ static int launch(void *stream, uint32_t grid, const typename Kernel::Params &pa
 }
 #endif
 
-// As many thread blocks as tiles, if not too many: then each does several.
+// Returns the number of thread blocks: one per tile, but at most FSDPI_GRID.
 static uint32_t grid_of(int64_t tiles) {
     return tiles < FSDPI_GRID ? (uint32_t)tiles : (uint32_t)FSDPI_GRID;
 }
 
-// Whether a launch has room for many runs: an older driver has not, whatever the compiler.
+// Returns true if the driver accepts parameters of FSDPI_PARAMS bytes. An older driver does not,
+// even if the compiler does.
 static bool has_large_params() {
     int version = 0;
     return FSDPI_PARAMS <= 4096 ||
@@ -119,9 +120,9 @@ static bool has_large_params() {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-/* Numbers. Instructions by name, since nvcc's flags change what operators mean: each rounds to
-   nearest, none is fused, none flushes subnormals. Processors keep the payload of a NaN that comes
-   in, GPUs do not: where bits of NaNs are promised they are made by hand.                        */
+/* Numbers. Arithmetic uses named instructions, since nvcc's flags change the meaning of operators:
+   each rounds to nearest, none is fused, none flushes subnormals. CPUs keep the payload of an input
+   NaN, GPUs do not: where bits of NaNs are promised, this code makes them.                       */
 
 #ifdef FSDP_CUDA_EMULATION
 template <class T> T plus(T a, T b) { return a + b; }
@@ -137,7 +138,7 @@ inline float root(float x) { return sqrtf(x); }
 inline double root(double x) { return sqrt(x); }
 inline float narrow(double x) { return (float)x; }
 inline double widen(float x) { return (double)x; }
-// Lest compilers do more operations than are asked for, adding 0 say: that changes some NaNs.
+// `volatile` keeps compilers from adding operations, such as + 0, which change some NaNs.
 template <class T> T plus_nan(T a, T b) {
     volatile T r = a + b;
     return r;
@@ -175,9 +176,9 @@ FSDPI_DEVICE double fused(double a, double b, double c) {
     asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(r) : "d"(a), "d"(b), "d"(c));
     return r;
 }
-// If a * b is exact.
+// Requires that a * b is exact.
 FSDPI_DEVICE double add_exact(double a, double b, double c) { return fused(a, b, c); }
-// As conversions elsewhere, where the bits of a NaN do not matter.
+// Equal the conversions elsewhere, but for the bits of a NaN.
 FSDPI_DEVICE float plain_f16(uint16_t h) {
     float r;
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
@@ -227,7 +228,8 @@ FSDPI_DEVICE double widen(float x) {
     return r;
 }
 
-// The first NaN of the two, as on x86; there inf - inf and 0 * inf are negative.
+// Returns the first NaN of the two, as on x86. If there is none (inf - inf, 0 * inf), returns a
+// negative NaN, as on x86.
 template <class T> FSDPI_DEVICE T nan_of(T a, T b) {
     return is_nan(a) ? quiet(a) : is_nan(b) ? quiet(b) : quiet((T)-INFINITY);
 }
@@ -243,7 +245,7 @@ template <class T> FSDPI_DEVICE T times_nan(T a, T b) {
 FSDPI_DEVICE void join_flag(int32_t *flag) { atomicOr(flag, 1); }
 #endif
 
-// To odd, as fsdpi_f64_to_f32_odd, which a GPU's flags and NaNs would change.
+// Rounds to odd, as fsdpi_f64_to_f32_odd does, which nvcc's flags and a GPU's NaNs would change.
 FSDPI_DEVICE float narrow_odd(double x) {
     float f = narrow(x);
     double back = widen(f);
@@ -260,8 +262,8 @@ template <class T> FSDPI_DEVICE T to(double x);
 template <> FSDPI_DEVICE float to<float>(double x) { return narrow(x); }
 template <> FSDPI_DEVICE double to<double>(double x) { return x; }
 
-// Element types: what is stored, and what it is calculated with. plain: a number, if the bits of a
-// NaN do not matter.
+// Element types: the stored type, and the type of calculations. plain: converts to a number, but
+// for the bits of a NaN.
 struct F32 {
     typedef float Bits;
     typedef float Number;
@@ -298,15 +300,15 @@ template <class A, class B> struct Wider { typedef double Number; };
 template <> struct Wider<float, float> { typedef float Number; };
 
 /* -------------------------------------------------------------------------------------------- */
-// Memory. A chunk is what a thread has of one array: a vector, or one element.
+// Memory. A chunk is a thread's part of one array: a vector, or one element.
 
 template <class Bits, unsigned V> struct Chunk { Bits bits[V]; };
 
-// Bytes that the address of a vector is a multiple of.
+// Returns the alignment of a vector of `nbytes` bytes.
 constexpr size_t alignment(size_t nbytes) { return nbytes < 16 ? nbytes : 16; }
 
 #ifndef FSDP_CUDA_EMULATION
-// What one instruction moves of a vector of so many bytes.
+// The type that one instruction moves of a vector of NBYTES bytes.
 template <size_t NBYTES> struct Word { typedef uint4 Type; };
 template <> struct Word<4> { typedef uint32_t Type; };
 template <> struct Word<8> { typedef uint2 Type; };
@@ -331,7 +333,7 @@ FSDPI_DEVICE void fetch(Chunk<Bits, V> *chunk, const void *from, bool is_vector)
 #endif
 }
 
-// Not to be kept in a cache: what is written is much, and not needed at once.
+// Stores a chunk without keeping it in a cache: results are large, and not read soon.
 template <class Bits, unsigned V>
 FSDPI_DEVICE void put(void *to, const Chunk<Bits, V> &chunk, bool is_vector) {
 #ifdef FSDP_CUDA_EMULATION
@@ -352,15 +354,15 @@ FSDPI_DEVICE void put(void *to, const Chunk<Bits, V> &chunk, bool is_vector) {
 #endif
 }
 
-// Tells a checker of races about rows.
+// Reports accesses of rows to a checker of races.
 FSDPI_DEVICE void touch_rows(const fsdpi_cuda_run &run, const char *ptr, int64_t pitch,
                              size_t element, int write) {
     for (int64_t row = 0; row < run.height; row++)
         fsdp_stub_touch(ptr + row * pitch, (size_t)run.width * element, write);
 }
 
-// The smallest number of elements before the first vector, the same in all arrays; -1: there is
-// none. sizes: bytes of an element.
+// Returns the smallest number of elements before the first vector, equal in all arrays; -1: there
+// is none. sizes: bytes of an element of each array.
 static int head_of(const void *const *arrays, const size_t *sizes, int num, unsigned vector) {
     for (unsigned head = 0; head < vector; head++) {
         bool fits = true;
@@ -373,14 +375,14 @@ static int head_of(const void *const *arrays, const size_t *sizes, int num, unsi
     return -1;
 }
 
-// Cuts the rows into vectors where that can be done; a row shorter than head has none.
+// Cuts the rows into vectors, if head >= 0. A row that is shorter than head has none.
 static void cut(fsdpi_cuda_run *run, int head, unsigned vector) {
     if (head < 0) return;
     run->head = head;
     run->vectors = (run->width - head) / (int64_t)vector;
 }
 
-// The block as a run of single elements; without gaps it is one row. false: it is empty.
+// Makes a block a run of single elements; without gaps it is one row. Returns false if it is empty.
 static bool run_of(fsdpi_cuda_run *run, const fsdp_block &b, const void *src, size_t in, void *dst,
                    size_t out) {
     if (b.width <= 0 || b.height <= 0) return false;
@@ -395,7 +397,7 @@ static bool run_of(fsdpi_cuda_run *run, const fsdp_block &b, const void *src, si
     return true;
 }
 
-// The part of a list that one launch does. N: room.
+// The runs of one launch, a part of a list. N: the capacity.
 template <unsigned N> struct Runs {
     int64_t tiles;
     uint32_t grid, num;
@@ -410,16 +412,16 @@ template <unsigned N> static void append(Runs<N> *runs, fsdpi_cuda_run run, int6
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Copies. What is done to an element is a Move, a Cast or a Clip.
+// Copies. The operation on an element is a Move, a Cast or a Clip.
 
 struct Terms {
     double scale;
     int accumulate;
-    double norm_type; // of a clip
+    double norm_type; // order of a clip's norm
     const double *sum;
 };
 
-// begin() looks at what only the device knows; false: there is nothing to do.
+// begin() reads values that lie on the device, and returns false if there is nothing to do.
 template <class T> struct Move {
     typedef T InBits;
     typedef T OutBits;
@@ -440,10 +442,10 @@ template <class In, class Out> struct Cast {
     }
 };
 
-// A call of its own: in the loops of norms it would take registers that other powers need.
+// A separate call: inlined in the loops of norms it would take registers that other powers need.
 FSDPI_CALLED double power(double x, double p) { return pow(x, p); }
 
-// In place; scale is a largest norm.
+// Clips in place; scale is the largest norm.
 template <class P> struct Clip : Cast<P, P> {
     static FSDPI_DEVICE bool begin(Terms *terms) {
         fsdp_stub_touch(terms->sum, sizeof *terms->sum, 0);
@@ -463,7 +465,7 @@ template <class Op, unsigned N> struct Copy {
     typedef typename Op::InBits InBits;
     typedef typename Op::OutBits OutBits;
     static const unsigned IN = sizeof(InBits), OUT = sizeof(OutBits);
-    // Of a vector: neighbouring threads move neighbouring words, on the wider side of 16 bytes.
+    // Elements of a vector: adjacent threads move adjacent words, of 16 bytes on the wider side.
     static const unsigned V = 16 / (IN < OUT ? OUT : IN);
 
     static FSDPI_DEVICE void thread(const Terms &terms, const fsdpi_cuda_run &run,
@@ -518,7 +520,7 @@ struct CopyJob {
     Terms terms;
 };
 
-// Launches for as many blocks from *next on as there is room for.
+// Launches for as many blocks from *next on as fit in a launch, and advances *next.
 template <class Op, unsigned N> static int copy_part(const CopyJob &job, uint32_t *next) {
     typedef Copy<Op, N> Kernel;
     static const size_t sizes[] = {Kernel::IN, Kernel::OUT};
@@ -578,9 +580,10 @@ static int copy_any(const CopyJob &job) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-/* Norms. Launches that make one number of each tile, and one that adds up these. Which elements a
-   thread adds up depends on their places in the run alone, and which tiles on their places in the
-   list: so the bits depend on neither the GPU nor the number of thread blocks or launches. */
+/* Norms. Some launches reduce each tile to one number, and a last one reduces these numbers. The
+   order of elements depends only on their positions in the run, and the order of tiles only on
+   their positions in the list: so the bits depend on neither the GPU nor the number of thread
+   blocks or launches. */
 
 enum Norm { SQUARES, MAGNITUDES, POWERS, LARGEST };
 
@@ -596,13 +599,14 @@ FSDPI_DEVICE double magnitude(double x) {
     return x;
 }
 
-// As integers, magnitudes are in their order, with NaN above infinity.
+// Adds two numbers, or returns the larger one. As integers, magnitudes keep their order, with NaN
+// above infinity.
 FSDPI_DEVICE double join(double a, double b, int norm) {
     if (norm != LARGEST) return plus(a, b);
     return magnitude_bits(b) > magnitude_bits(a) ? b : a;
 }
 
-// lanes[0] = all of them, by a tree.
+// Reduces all lanes to lanes[0], as a tree.
 FSDPI_DEVICE void join_lanes(double *lanes, int norm) {
     for (uint32_t half = FSDPI_THREADS / 2; half; half /= 2) {
         FSDPI_EACH_THREAD(t) {
@@ -612,7 +616,7 @@ FSDPI_DEVICE void join_lanes(double *lanes, int norm) {
     }
 }
 
-// What a thread adds up. The product of two numbers that were f32 is exact in f64.
+// A thread's sum in f64, in which the product of two f32 numbers is exact.
 template <int NORM> struct Wide {
     double sum;
     FSDPI_DEVICE Wide() : sum(0) {}
@@ -630,7 +634,7 @@ template <int NORM> struct Wide {
     FSDPI_DEVICE double value() const { return sum; }
 };
 
-// The largest magnitude of f32: as integers they are in their order.
+// The largest magnitude of f32 numbers. As integers, magnitudes keep their order.
 struct Most {
     uint32_t most;
     FSDPI_DEVICE Most() : most(0) {}
@@ -641,7 +645,7 @@ struct Most {
     FSDPI_DEVICE double value() const { return plain(fsdpi_f32_of(most)); }
 };
 
-// A sum in f32 for a device that has few units for f64: `rest` is what was rounded off `sum`.
+// A sum in f32 for a device with few units for f64: `rest` is the sum of the rounding errors.
 template <int NORM> struct Pair : Most {
     float sum, rest;
     FSDPI_DEVICE Pair() : sum(0), rest(0) {}
@@ -655,7 +659,7 @@ template <int NORM> struct Pair : Most {
         sum = whole;
         Most::add(x, p);
     }
-    // From 2^-40 to 2^60: no square overflows, and what vanishes is too small to matter.
+    // From 2^-40 to 2^60: no square overflows, and numbers that vanish are too small to matter.
     FSDPI_DEVICE bool holds() const {
         return most == 0 || (most >= 87u << 23 && most <= 187u << 23);
     }
@@ -664,7 +668,7 @@ template <int NORM> struct Pair : Most {
 
 template <unsigned N> struct NormParams {
     double p;
-    double *tiles; // a number of each
+    double *tiles; // a number per tile
     int norm;
     bool in_pairs;
     Runs<N> runs;
@@ -673,9 +677,10 @@ template <unsigned N> struct NormParams {
 template <class In, unsigned N> struct NormTiles {
     typedef NormParams<N> Params;
     typedef typename In::Bits Bits;
-    static const unsigned SIZE = sizeof(Bits), V = 16 / SIZE; // of a vector
+    static const unsigned SIZE = sizeof(Bits), V = 16 / SIZE; // V: elements of a vector
 
-    // V elements each by turns: so many as vectors, the others one by one.
+    // Sums a thread's elements: every FSDPI_THREADS-th group of V. The first `vectors` groups are
+    // read as vectors, the others element by element.
     template <class Sum>
     static FSDPI_DEVICE Sum sum_of(const fsdpi_cuda_run &run, const fsdpi_cuda_tile &tile,
                                    uint32_t vectors, double p, uint32_t t) {
@@ -693,7 +698,7 @@ template <class In, unsigned N> struct NormTiles {
                     sum.add(In::plain(chunk[k].bits[j]), p);
             }
         }
-        uint32_t at = vectors / FSDPI_THREADS * FSDPI_THREADS + t; // the first that is no vector
+        uint32_t at = vectors / FSDPI_THREADS * FSDPI_THREADS + t; // first group without a vector
         for (at += at < vectors ? FSDPI_THREADS : 0; at * V < tile.count; at += FSDPI_THREADS)
             FSDPI_ROLLED for (uint32_t i = at * V; i < at * V + V && i < tile.count; i++) {
                 int64_t row, column;
@@ -747,7 +752,7 @@ template <class In, unsigned N> struct NormTiles {
     }
 };
 
-// One thread block: the numbers of all tiles, by turns and by a tree.
+// Reduces the numbers of all tiles in one thread block: first in each thread, then as a tree.
 struct NormWhole {
     struct Params {
         const double *tiles;
@@ -756,7 +761,7 @@ struct NormWhole {
         int norm, accumulate;
     };
     static FSDPI_DEVICE void block(const Params &p, uint32_t) {
-        enum { AHEAD = 8 }; // of a thread, under way at the same time
+        enum { AHEAD = 8 }; // loads of a thread that are outstanding at the same time
         FSDPI_SHARED double lanes[FSDPI_THREADS];
         fsdp_stub_touch(p.tiles, (size_t)p.num * sizeof(double), 0);
         fsdp_stub_touch(p.out, sizeof(double), 1);
@@ -812,7 +817,7 @@ static int norm_part(const NormJob &job, uint32_t *next, int64_t *tiles) {
     return p.runs.num ? launch<Kernel>(job.stream, p.runs.grid, p) : 0;
 }
 
-// An empty list, too, gives a number: 0.
+// Launches the norm of a list. The norm of an empty list is 0.
 template <class In> static int norm_list(const NormJob &job) {
     uint32_t next = 0;
     int64_t tiles = 0;
@@ -827,12 +832,12 @@ template <class In> static int norm_list(const NormJob &job) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-/* Optimizers. Operation by operation as fsdp_optim.h, in the same order. A launch has a list of
+/* Optimizers. The operations are those of fsdp_optim.h, in the same order. A launch has a list of
    runs of one dtype: src is the gradient, and dst the parameter. */
 
 template <class T> struct AdamW {
     T decay, weight, beta2, gain, bias, eps, rate;
-    bool from_g; // lerp from its nearer end
+    bool from_g; // true: lerp from the gradient, the nearer end
     static AdamW of(const double *s) {
         AdamW a = {(T)s[0], (T)s[1], (T)s[2], (T)s[3], (T)s[4], (T)s[5], (T)s[6], false};
         a.from_g = a.weight >= (T)0.5;
@@ -897,19 +902,19 @@ FSDPI_DEVICE uint32_t stir(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-// How a run stores results.
+// Rounding of a run's results.
 template <class P> struct Rounding {
     static Rounding of(const fsdp_update &) { return Rounding(); }
     FSDPI_DEVICE typename P::Bits bits(typename P::Number x, int64_t) const { return P::bits(x); }
 };
-template <> struct Rounding<BF16> { // stochastically, or if `row` is 0, to nearest
+template <> struct Rounding<BF16> { // stochastic; if `row` is 0, to nearest
     uint64_t key;
     int64_t at, row, pitch;
     static Rounding of(const fsdp_update &u) {
         Rounding r = {u.key, u.at, u.rounds ? u.row : 0, u.pitch};
         return r;
     }
-    FSDPI_DEVICE uint16_t bits(float x, int64_t i) const { // of element i
+    FSDPI_DEVICE uint16_t bits(float x, int64_t i) const { // x: element i
         uint32_t bits = fsdpi_f32_bits(x);
         if (!row || (bits & 0x7FFFFFFFu) > 0x7F7F0000u) return BF16::bits(x);
         int64_t rows = i < row ? 0 : i / row;
@@ -920,8 +925,8 @@ template <> struct Rounding<BF16> { // stochastically, or if `row` is 0, to near
     }
 };
 
-// A chunk of numbers of a dtype that is known at run time: a kernel for each would be four times as
-// many.
+// Fetches a chunk of a dtype that is known at run time. A kernel for each dtype would mean four
+// times as many kernels.
 template <class G, class Number, unsigned V>
 FSDPI_DEVICE void fetch_as(Chunk<Number, V> *numbers, const void *from, int64_t column,
                            bool is_vector) {
@@ -942,7 +947,7 @@ FSDPI_DEVICE void fetch_any(Chunk<Number, V> *numbers, const void *from, int dty
     }
 }
 
-// What a run has beside parameters and gradients.
+// Parameters of a run, in addition to its parameter and its gradient.
 template <template <class> class Rule, class P> struct Update {
     typedef typename P::Number Number;
     Number *first, *second; // states, or NULL
@@ -981,7 +986,7 @@ template <template <class> class Rule, class P, unsigned N> struct Updates {
         fetch(&p, (const Bits *)run.dst + at, is_vector);
         if (u.first) fetch(&first, u.first + at, is_vector);
         if (u.second) fetch(&second, u.second + at, is_vector);
-        fetch_any(&g, run.src, u.grad_dtype, at, is_vector); // last: it may have to wait for it
+        fetch_any(&g, run.src, u.grad_dtype, at, is_vector); // last, as its conversion waits for it
         FSDPI_UNROLL for (unsigned j = 0; j < V; j++) {
             if (j > 0 && !is_vector) continue;
             Number x = to<Number>(P::number(p.bits[j]));
@@ -1004,7 +1009,7 @@ template <template <class> class Rule, class P, unsigned N> struct Updates {
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
         for (int64_t at = index; at < p.runs.tiles; at += p.runs.grid) {
             uint32_t which = fsdpi_cuda_find(p.runs.run, p.runs.num, at);
-            const fsdpi_cuda_run &run = p.runs.run[which]; // copied, they would take registers
+            const fsdpi_cuda_run &run = p.runs.run[which]; // a copy would take registers
             const Update<Rule, P> &update = p.update[which];
             fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&run, V), 1,
                                                       at - run.first, FSDPI_TILE);
@@ -1043,7 +1048,7 @@ template <class G, unsigned N> struct Unscale {
         cut(run, head_of(&grad, &size, 1, V), V);
     }
 
-    // Whether all were finite.
+    // Scales a chunk. Returns true if all elements were finite.
     static FSDPI_DEVICE bool item(Bits *at, Number factor, bool is_vector) {
         Chunk<Bits, V> g;
         bool finite = true;
@@ -1092,7 +1097,7 @@ template <class G, unsigned N> struct Unscale {
 // Averages of parameters: see FSDP_UPDATE_EMA.
 template <class T> struct Lerp {
     T weight;
-    bool from_end; // from its nearer end
+    bool from_end; // true: from `to`, the nearer end
     static Lerp of(double gain) {
         Lerp l = {(T)gain, (T)gain >= (T)0.5};
         if (l.from_end) l.weight -= (T)1;
@@ -1103,10 +1108,10 @@ template <class T> struct Lerp {
     }
 };
 
-// What a run of averages has beside parameters.
+// Parameters of a run of averages, in addition to the averaged parameter.
 template <class P> struct AverageUpdate {
     typename P::Number *average;
-    typename P::Bits *bits; // of parameters of 16 bits
+    typename P::Bits *bits; // for parameters of 16 bits; otherwise NULL
     int act;                // FSDP_EMA_*
     Lerp<typename P::Number> lerp;
 };
@@ -1204,7 +1209,7 @@ static int dtype_of(const fsdp_update &u) {
     return u.kind == FSDP_UPDATE_UNSCALE ? u.grad_dtype : u.dtype;
 }
 
-// Launches for as many updates of this dtype from *next on as there is room for.
+// Launches for as many updates of this dtype from *next on as fit in a launch. Advances *next.
 template <class Kernel> static int update_part(const UpdateJob &job, int dtype, uint32_t *next) {
     typename Kernel::Params p;
     p.runs.tiles = p.runs.grid = p.runs.num = 0;
@@ -1327,9 +1332,9 @@ namespace {
 
 const int floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
 
-// Of one dtype: copies to all others, its clip and its norm, for few blocks and for many.
+// Loads the kernels of a dtype: copies to all dtypes, the clip and the norm, for `num` blocks.
 static int load_lists(int dtype, const fsdp_block *blocks, uint32_t num) {
-    void *at = (void *)(uintptr_t)4096; // nobody looks there
+    void *at = (void *)(uintptr_t)4096; // not read: no kernel runs
     double *numbers = (double *)at;
     int error = 0;
     for (int to = 0; to < 4 && !error; to++)
@@ -1340,7 +1345,7 @@ static int load_lists(int dtype, const fsdp_block *blocks, uint32_t num) {
     return error;
 }
 
-// Of one dtype, for `num` updates.
+// Loads the kernels of a dtype's updates, for `num` updates.
 static int load_updates(int dtype, uint32_t num) {
     void *at = (void *)(uintptr_t)4096;
     fsdp_update u[FSDPI_FEW + 1];
@@ -1366,7 +1371,7 @@ extern "C" {
 
 FSDP_CUDA_API int fsdp_cuda_load(void) {
     using namespace fsdpi_cuda;
-    static const int sizes[] = {FSDP_U8, FSDP_F16, FSDP_F32, FSDP_F64}; // of what is moved
+    static const int sizes[] = {FSDP_U8, FSDP_F16, FSDP_F32, FSDP_F64}; // a dtype per element size
     void *at = (void *)(uintptr_t)4096;
     fsdp_block blocks[FSDPI_FEW + 1];
     const fsdp_block one = {0, 0, 1, 1, 1, 1};

@@ -14,7 +14,7 @@
    - Lists of blocks are parameters of the kernels: no table is uploaded, so none can be stale.
    - A copy without arithmetic from or to one place is a cudaMemcpyAsync, for any host memory. All
      other copies are kernels, which read pinned memory where it is.
-   - New memory is filled with zeros in a stream of its own, without a wait for other work.
+   - New memory is filled with zeros in a separate stream, without a wait for other work.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -67,13 +67,14 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #include "fsdp_cuda.cu"
 #endif
 
-#define FSDPI_CUDA_SPIN_NS  20000 // a wait spins so long before it sleeps
-#define FSDPI_CUDA_NAP_NS   20000 // the first sleep; each one is twice as long, up to
-#define FSDPI_CUDA_NAP_MAX  80000 //
+#define FSDPI_CUDA_SPIN_NS  20000 // spin of a wait before its first sleep
+#define FSDPI_CUDA_NAP_NS   20000 // the first sleep; each next one is twice as long
+#define FSDPI_CUDA_NAP_MAX  80000 // from this duration on sleeps stay equal
 #define FSDPI_CUDA_PARTIALS 48
 // f32 operations per second divided by those of f64: 2 on GPUs for data centers, 32 or 64 on
-// others; CUDA tells it of a device. If it is larger than this, norms add up pairs of f32: an
-// element then takes about ten operations of f32, instead of two of f64. The limit is not measured.
+// others; CUDA reports it per device. If it is larger than this limit, norms add up pairs of f32:
+// an element then takes about ten operations of f32, instead of two of f64. The limit is not
+// measured.
 #define FSDPI_CUDA_F64_RATIO 8
 #define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
 
@@ -104,8 +105,7 @@ static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>cuda_errors
-// Owns: failures of the runtime as statuses and texts.
+// Failures of the runtime as statuses and texts.
 
 static fsdp_status fsdpi_cuda_read_managed(int *is_managed, fsdpi_text *error) {
     *is_managed = 0;
@@ -115,12 +115,12 @@ static fsdp_status fsdpi_cuda_read_managed(int *is_managed, fsdpi_text *error) {
 #define FSDPI_CUDA_NO_GRAPH                                                                        \
     "a CUDA graph can be captured on one rank, without casts (docs/gpu.md, CUDA graphs)"
 
-// A result of the runtime as a status; its text goes to `error`.
+// Returns the status of a result of the runtime, and writes its text to `error`.
 static fsdp_status fsdpi_cuda_status(char *error, size_t cap, int ordinal, int result,
                                      const char *what) {
     cudaError_t e = (cudaError_t)result;
     if (e == cudaSuccess) return FSDP_OK;
-    (void)cudaGetLastError(); // else a later call would return it again
+    (void)cudaGetLastError(); // resets the error, which a later call would return again
     int is_captured = e >= cudaErrorStreamCaptureUnsupported &&
                       e <= cudaErrorStreamCaptureWrongThread;
     (void)snprintf(error, cap, "[E810] %s: CUDA error %d (%s) on device %d: %s%s", what, result,
@@ -138,8 +138,8 @@ static const char *fsdpi_cuda_error_text(fsdp_device *device) {
     return device ? fsdpi_cuda_of(device)->place.error : fsdpi_thread_error;
 }
 
-/* Waits for an event by polling: a blocking wait of the runtime has no deadline. FSDP_OK: the event
-   has happened; ABORTED: *stop is not 0. */
+/* Waits for an event by polling: a blocking wait of the runtime has no deadline. Returns FSDP_OK if
+   the event has happened, ABORTED if *stop is not 0. */
 static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, int64_t timeout_ns,
                                     const uint32_t *stop, cudaError_t *result) {
     int64_t start = fsdpi_boot_now(boot), nap = FSDPI_CUDA_NAP_NS;
@@ -157,8 +157,8 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
     }
 }
 
-/* May memory be freed that a stream uses? Waits until its work is done. If it does not end, the
-   device is stuck, and no memory is freed. */
+/* Waits until the work of a stream is done, and returns 1: its memory may then be freed. If the
+   work does not end in time, marks the device as hung, and returns 0: no memory is freed. */
 static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
     int64_t start = fsdpi_boot_now(boot);
     while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
@@ -173,8 +173,7 @@ static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t t
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>cuda_memory
-// Owns: the device, its memory, streams and events.
+// The device, its memory, streams and events.
 
 // Makes the rank's device current.
 static fsdp_status fsdpi_cuda_select(fsdpi_cuda_place *at) {
@@ -217,7 +216,7 @@ static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
     return FSDP_ERR_TIMEOUT;
 }
 
-// Waits for the work of a stream. `result`: that of the calls that gave it the work.
+// Waits for the work of a stream. `result`: the result of the calls that gave it the work.
 static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int result,
                                      const char *what) {
     cudaError_t e = (cudaError_t)result;
@@ -250,8 +249,8 @@ static void fsdpi_cuda_warn(const fsdp_boot *boot) {
                        "a late rank cannot be named; set it only to find a kernel that fails");
 }
 
-/* Loads all kernels now: else the first launch of one may wait for the whole device, and so for a
-   peer. */
+/* Loads all kernels now: the first launch of a kernel that is not loaded may wait for the whole
+   device, and so for a peer. */
 static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
     int max_pitch = 0, ratio = 0;
     cudaError_t e = cudaDeviceGetAttribute(&max_pitch, cudaDevAttrMaxPitch, d->place.ordinal);
@@ -290,7 +289,7 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     return FSDP_OK;
 }
 
-// Memory of the device with any contents.
+// Allocates device memory with any contents.
 static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr) {
     char what[96];
     size_t left = 0, total = 0;
@@ -310,8 +309,8 @@ static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr)
     return status;
 }
 
-// Fills with zeros, unless the device is stuck: then the world has failed, and the memory is not
-// read.
+// Fills with zeros. If the device hangs, does nothing: the world has failed, and nothing reads the
+// memory.
 static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
     if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
     return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
@@ -364,7 +363,7 @@ static fsdp_status fsdpi_cuda_event(fsdp_device *device, void **native) {
     return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place, (int)e, "cudaEventCreateWithFlags");
 }
 
-// An event with a time: records cost the device a little more.
+// Makes an event with a time, which costs the device a little more per record.
 static fsdp_status fsdpi_cuda_timer(fsdp_device *device, void **native) {
     cudaEvent_t made = NULL;
     cudaError_t e = cudaEventCreateWithFlags(&made, cudaEventDefault);
@@ -386,8 +385,8 @@ static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
     if (event) (void)cudaEventDestroy((cudaEvent_t)event);
 }
 
-/* After work was given to a stream. If the table's stream is NULL, it waits for the work. It also
-   waits on the caller's stream if memory is managed: the host may read or write it next. */
+/* Ends a call that has given work to a stream. If the table's stream is NULL, waits for the work.
+   Also waits on the caller's stream if memory is managed: the host may read or write it next. */
 static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
                                    const char *what) {
     int is_own = !d->place.is_managed;
@@ -418,8 +417,7 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>cuda_work
-// Owns: op records as work on a stream.
+// Ops as work on a stream.
 
 static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
     return stream ? (cudaStream_t)stream : d->place.setup;
@@ -517,7 +515,7 @@ static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fs
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void) {
     static const fsdp_device_ops ops = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC);
     static const fsdp_device_ops managed = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST);
-    char ignored[200]; // open tells what is wrong with the variable
+    char ignored[200]; // open reports errors in the variable
     fsdpi_text error = {ignored, sizeof ignored, 0};
     int is_managed;
     (void)fsdpi_cuda_read_managed(&is_managed, &error);

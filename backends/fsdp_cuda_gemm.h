@@ -1,7 +1,7 @@
 /* fsdp_cuda_gemm.h - a product of matrices on a GPU by cuBLAS, for fsdp_muon.h
 
-   A program that wants it includes it, beside the other headers where FSDP_IMPLEMENTATION is, and
-   links with -lcublas:
+   A program that wants it includes it after FSDP_IMPLEMENTATION is defined, with the other headers,
+   and links with -lcublas:
 
        cublasHandle_t blas;
        cublasCreate(&blas);                                    // after fsdp_init
@@ -47,7 +47,7 @@ FSDP_API fsdp_status fsdp_cuda_gemm(void *user, void *stream, int64_t m, int64_t
 
 #include <cublas_v2.h>
 
-// cuBLAS has matrices by columns: there the result is c', which is op(b)' op(a)'.
+// cuBLAS stores matrices by columns: for cuBLAS the result is c', which is op(b)' op(a)'.
 FSDP_API fsdp_status fsdp_cuda_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                                     float alpha, const void *a, int64_t lda, int a_transposed,
                                     const void *b, int64_t ldb, int b_transposed, float beta,

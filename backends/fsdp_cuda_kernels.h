@@ -1,11 +1,11 @@
-/* fsdp_cuda_kernels.h - what fsdp_cuda.h (C) asks of fsdp_cuda.cu (CUDA C++)
+/* fsdp_cuda_kernels.h - the functions of fsdp_cuda.cu (CUDA C++) that fsdp_cuda.h (C) calls
 
-   Functions that launch kernels, and the kernels' arithmetic of indices: it is plain C, so that
+   Functions that launch kernels, and the kernels' arithmetic of indices, which is plain C, so that
    tests can use sizes that no memory has.
 
    All launches are asynchronous: they neither block nor allocate. After they have returned, only
-   device memory is read. `stream` is a cudaStream_t; the result
-   is a cudaError_t, 0 being cudaSuccess. Included after fsdp.h.
+   device memory is read. `stream` is a cudaStream_t; the result is a cudaError_t, 0 being
+   cudaSuccess. Included after fsdp.h.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -46,9 +46,9 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
                                  int accumulate);
 
 /* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
-   NaN being larger than infinity. accumulate: joined with the value in *out. What is added to what
-   depends on the sizes of the blocks and on their order alone: with the same in_pairs a list gives
-   the same bits wherever its blocks lie, with or without gaps between rows, on any GPU and driver.
+   NaN being larger than infinity. accumulate: joined with the value in *out. The order of additions
+   depends only on the sizes of the blocks and on their order: with equal in_pairs a list gives
+   equal bits wherever its blocks lie, with or without gaps between rows, on any GPU and driver.
    in_pairs    for a device that has few units for f64, where that adds up too slowly: a thread adds
                up its elements of a tile in two f32, to about 44 bits, if p is 1 or 2 and no f64 is
                given; elements of which a square leaves the range of f32 are added up in f64
@@ -58,8 +58,8 @@ FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int
                                  const fsdp_block *blocks, uint32_t num, double p,
                                  int accumulate, int in_pairs, double *partials);
 
-/* data *= max_norm / (norm + 1e-6) if that is less than 1, or NaN. *sum (device memory) is what
-   fsdp_cuda_norm has found with this p, perhaps over other elements, too. Bits are those of
+/* data *= max_norm / (norm + 1e-6) if that is less than 1, or NaN. *sum (device memory) is a result
+   of fsdp_cuda_norm with this p, perhaps over other elements, too. Bits are those of
    fsdp_cuda_copy with this scale; after a NaN norm all are NaN. Blocks are in place: dst as src. */
 FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
                                  uint32_t num, double max_norm, double p, const double *sum);
@@ -71,7 +71,7 @@ FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *updates, uint32_t num);
 
 /* -------------------------------------------------------------------------------------------- */
-/* How kernels cut up their work. A run is a block whose rows are sequences of items: first whole
+/* The division of kernels' work. A run is a block whose rows are sequences of items: first whole
    vectors, which begin `head` elements into the row, then the single elements before and after
    them. A tile is a fixed number of items, in the order of rows; a thread block does one at a time.
    If a run has several rows, a thread does one 64-bit division for a tile, and 32-bit ones for its
@@ -83,16 +83,16 @@ typedef struct fsdpi_cuda_run {
     int64_t src_pitch, dst_pitch; // bytes
     int64_t width, height;        // elements, rows
     int64_t vectors, head;        // of each row
-    int64_t first;                // tile, among those of the launch
+    int64_t first;                // first tile, among those of the launch
 } fsdpi_cuda_run;
 
 typedef struct fsdpi_cuda_tile {
-    int64_t row, item;        // of its first item
+    int64_t row, item;        // row and item of the tile's first item
     uint32_t count;           // items
     uint32_t room, row_items; // items of its first row, of the others: at most the tile's size
 } fsdpi_cuda_tile;
 
-// vector: elements in one
+// Returns the number of items of a row. vector: elements of one vector.
 FSDPI_CUDA_INLINE int64_t fsdpi_cuda_row_items(const fsdpi_cuda_run *run, uint32_t vector) {
     return run->width - run->vectors * (vector - 1);
 }
@@ -102,7 +102,7 @@ FSDPI_CUDA_INLINE int64_t fsdpi_cuda_tiles(int64_t row_items, int64_t height, ui
     return items / size + (items % size != 0);
 }
 
-// The run of a tile of the launch. Every run has a tile.
+// Returns the run of a tile of the launch. Every run has a tile.
 FSDPI_CUDA_INLINE uint32_t fsdpi_cuda_find(const fsdpi_cuda_run *runs, uint32_t num, int64_t tile) {
     uint32_t low = 0, high = num;
     while (high - low > 1) {
@@ -113,7 +113,7 @@ FSDPI_CUDA_INLINE uint32_t fsdpi_cuda_find(const fsdpi_cuda_run *runs, uint32_t 
     return low;
 }
 
-// index: of the tile in its run; size: items of a whole tile
+// Returns a tile of a run. index: the tile's index in its run; size: items of a whole tile.
 FSDPI_CUDA_INLINE fsdpi_cuda_tile fsdpi_cuda_tile_at(int64_t row_items, int64_t height,
                                                      int64_t index, uint32_t size) {
     fsdpi_cuda_tile t;
@@ -128,7 +128,7 @@ FSDPI_CUDA_INLINE fsdpi_cuda_tile fsdpi_cuda_tile_at(int64_t row_items, int64_t 
     return t;
 }
 
-// The place of item i < count of a tile.
+// Finds row and item of item i < count of a tile.
 FSDPI_CUDA_INLINE void fsdpi_cuda_item(const fsdpi_cuda_tile *t, uint32_t i, int64_t *row,
                                        int64_t *item) {
     *row = t->row;
@@ -139,7 +139,7 @@ FSDPI_CUDA_INLINE void fsdpi_cuda_item(const fsdpi_cuda_tile *t, uint32_t i, int
     *item = past - rows * t->row_items;
 }
 
-// The column of an item's first element.
+// Returns the column of an item's first element.
 FSDPI_CUDA_INLINE int64_t fsdpi_cuda_column(const fsdpi_cuda_run *run, int64_t item,
                                             uint32_t vector) {
     int64_t single = item - run->vectors;

@@ -1,20 +1,20 @@
 /* fsdp_fake.h - a backend without other ranks: one process plays one rank of a world of any size
 
-   -DFSDP_BACKEND_FAKE compiles it in, beside the backends that are there anyway. It is never the
-   default: fsdp_world_desc.backend = "fake", or FSDP_BACKEND=fake, chooses it. No launcher, no
-   store and no name of a job are needed, and nothing is sent:
+   -DFSDP_BACKEND_FAKE compiles it in, in addition to the other backends. It is never the default:
+   fsdp_world_desc.backend = "fake", or FSDP_BACKEND=fake, chooses it. It needs no launcher, no
+   store and no job name, and sends nothing:
 
        fsdp_world_desc d = FSDP_ZERO;
        d.backend = "fake";
        d.rank = 37, d.world_size = 4096;
 
-   It is for shapes, memory, numbers of calls and bytes, routes and plans of worlds that you do not
-   have. The bytes of results are wrong on purpose, except where all ranks hold the same:
+   It is for shapes, memory, numbers of calls and bytes, gradient paths and plans of worlds that you
+   do not have. The bytes of results are wrong on purpose, except where all ranks hold equal data:
 
        all_gather      the part of this rank, in the places of all ranks
        reduce_scatter  this rank's slice of its own source, cast, scaled and accumulated
        all_to_all      the source as it is
-       all_reduce      scaled, where a scale is given; else nothing
+       all_reduce      scaled, where a scale is given; otherwise nothing
        broadcast, send, recv, barrier   nothing
 
    Arguments are checked as in every backend. Since no rank is late and none disagrees, a call
@@ -40,8 +40,8 @@ extern "C" {
 #endif
 
 // clang-format off
-// Pass its address as fsdp_world_desc.user, or NULL: then all is 0 and nothing is counted. It has
-// to live as long as the world. Set the first two at any time when no collective is under way.
+// Pass its address as fsdp_world_desc.user, or NULL: then all is 0 and nothing is counted. It must
+// live as long as the world. Set the first two at any time when no collective is running.
 typedef struct fsdp_fake {
     uint32_t size, start_canary;
     int32_t sum_all; // 1: sums are as if every rank held this rank's data: size times as much
@@ -50,11 +50,11 @@ typedef struct fsdp_fake {
                        // world begins, as the next one
     int32_t plain;   // 1: reductions neither cast, scale nor accumulate, as NCCL's
     int64_t given[FSDP_MEMORY_PINNED + 1]; // with addresses: bytes by FSDP_MEMORY_* that are in use
-    uint64_t bus_bytes; // of copies between pinned memory and the device's. You may set it to 0
-    // Calls and bytes on all comms of the world together, by FSDP_OP_*. Bytes are what a rank has
-    // to receive: n ranks, b bytes of a part: (n-1)*b of all_gather, reduce_scatter and all_to_all;
-    // 2*(n-1)/n of the bytes of an all_reduce; those of a broadcast and a recv; none of a send. You
-    // may set them to 0.
+    uint64_t bus_bytes; // bytes copied between pinned and device memory. You may set it to 0
+    // Calls and bytes on all comms of the world together, by FSDP_OP_*. Bytes are those that a rank
+    // must receive, with n ranks and b bytes per part: (n-1)*b in all_gather, reduce_scatter and
+    // all_to_all; 2*(n-1)/n of an all_reduce's bytes; all bytes of a broadcast and a recv; none in
+    // a send. You may set them to 0.
     uint64_t calls[FSDP_OP_COUNT], wire_bytes[FSDP_OP_COUNT];
     uint64_t end_canary;
 } fsdp_fake;
@@ -65,9 +65,9 @@ typedef struct fsdp_fake {
                same pointer may take it for something else. After a failure error_text(NULL) has
                the text, for the calling thread
    split       does not wait; a rank with color < 0 gets NULL
-   run         of different comms may be called from different threads at the same time. Knows
-               all_to_all, send and recv too. What peers would read has to lie in memory of alloc.
-               Reductions on floats cast, scale and accumulate
+   run         different comms may run in different threads at the same time. Supports all_to_all,
+               send and recv, too. Buffers that peers would read must come from alloc. Reductions
+               on floats cast, scale and accumulate
    alloc       from the allocator, zero-filled
    abort       from any thread      poll never blocks
    Memory      4 bytes for each rank of a comm, and a bit for each one of its parent
@@ -94,7 +94,7 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_FAKE_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_FAKE_IMPLEMENTED
 
-#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_comm.h" // the base of all backends
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
 #include "../src/core/alloc.h"
@@ -111,10 +111,10 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 
 typedef struct fsdpi_fake_world {
     fsdpi_comm_world base;
-    fsdp_fake *fake, none; // the user's, or our own
-    uint32_t failed, lock; // of the verdict
+    fsdp_fake *fake, none; // the user's, or `none`
+    uint32_t failed, lock; // not 0: the world has failed; guards `why`
     fsdpi_failure why;
-    uintptr_t next; // with addresses: of the next allocation
+    uintptr_t next; // with addresses: address of the next allocation
 } fsdpi_fake_world;
 
 static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
@@ -122,7 +122,7 @@ static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Connect and verdict: there are no other ranks.
+// Connect and failure. There are no other ranks.
 
 static fsdp_status fsdpi_fake_open_world(fsdpi_comm *c) {
     fsdpi_fake_world *w = fsdpi_fake_world_of(c);
@@ -172,14 +172,14 @@ static void fsdpi_fake_tell(fsdpi_comm *c, fsdp_status status, const char *subje
 
 static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
     fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
-    fsdpi_lock(&w->lock); // a thread that sets the verdict has ended
+    fsdpi_lock(&w->lock); // a thread that sets the failure has ended
     *out = w->why;
     fsdpi_unlock(&w->lock);
     return FSDPI_LOAD(&w->failed) != 0;
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Move: what each collective does to the memory of this rank.
+// Move: the effect of each collective on the memory of this rank.
 
 static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
     const size_t size = fsdp_dtype_size(op->dtype);
@@ -194,7 +194,7 @@ static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
     }
 }
 
-// dst (+)= scale * sum of so many ranks that have the same src.
+// Computes dst (+)= scale * the sum over `ranks` ranks that all have this src.
 static void fsdpi_fake_sum(void *dst, fsdp_dtype out, const char *src, fsdp_dtype dtype,
                            size_t count, int ranks, double scale, int accumulate) {
     if (count == 0) return;
@@ -243,7 +243,7 @@ static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsd
     if (kind == FSDP_OP_ALL_TO_ALL && count && op->dst != op->src)
         memmove(op->dst, op->src, count * (size_t)c->size * size);
     const uint64_t bytes = fsdpi_coll_bytes(op->kind, (uint64_t)c->size, (uint64_t)(count * size));
-    __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // lanes count, too
+    __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // worker threads count, too
     __atomic_add_fetch(&fake->wire_bytes[op->kind], bytes, __ATOMIC_RELAXED);
     return FSDP_OK;
 }
@@ -329,7 +329,7 @@ static void fsdpi_fake_device_free(fsdp_device *device, int kind, void *ptr, siz
     if (ptr) fsdpi_fake_device_of(device)->fake->given[kind] -= (int64_t)size;
 }
 static fsdp_status fsdpi_fake_stream(fsdp_device *device, int stream, void **native) {
-    *native = (char *)device + stream; // a handle that nobody reads through
+    *native = (char *)device + stream; // a handle that is never dereferenced
     return FSDP_OK;
 }
 static fsdp_status fsdpi_fake_event(fsdp_device *device, void **native) {

@@ -1,9 +1,10 @@
-/* fsdp_gloo.cc - the Gloo library behind the C functions of fsdp_gloo_shim.h
+/* fsdp_gloo.cc - the C functions of fsdp_gloo_shim.h, which call the Gloo library
 
        g++ -O2 -c fsdp_gloo.cc          and link with -lgloo -lstdc++ -pthread
 
-   C++11 or later, with exceptions. Compiles with the library as Debian 12 has it (0.5.0, May 2022)
-   and as upstream has it (April 2026): of what changed between them nothing is used.
+   Requires C++11 or later, with exceptions. Compiles with the library of Debian 12 (0.5.0, May
+   2022) and with upstream's (April 2026): it uses no interface that changed between them, except
+   where this file checks for a header.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #include "fsdp_gloo_shim.h"
@@ -30,11 +31,11 @@
 #include <sched.h>        // sched_yield
 #include <signal.h>       // SIGPIPE
 #include <sys/epoll.h>    // EPOLLIN; watches connections
-#include <sys/eventfd.h>  // wakes who drives
+#include <sys/eventfd.h>  // wakes the driver
 #include <sys/resource.h> // RLIMIT_NOFILE
 #include <sys/socket.h>   // socket and others
 #include <sys/stat.h>     // fstat
-#include <sys/timerfd.h>  // wakes who drives at a deadline
+#include <sys/timerfd.h>  // wakes the driver at a deadline
 #include <unistd.h>       // read, write, close, dup3
 
 #include <algorithm>
@@ -55,8 +56,8 @@
 #include <vector>
 
 #if !__has_include(<gloo/common/memory.h>)
-/* Debian's package lacks what this class's header includes. As the class is in that version of the
-   library, up to what is looked at. */
+/* Debian's package lacks headers that this class's header includes. The declaration repeats the
+   class of that version, up to the last member that this file reads. */
 namespace gloo {
 namespace transport {
 namespace tcp {
@@ -80,7 +81,7 @@ namespace {
 namespace tcp = gloo::transport::tcp;
 typedef std::chrono::steady_clock Clock;
 
-// Lets a function of ours name a private member of Gloo's: explicit instantiations may.
+// Gives this file access to private members of Gloo, which explicit instantiations may name.
 template <typename Tag, typename Tag::type member> struct Reveal {
     friend typename Tag::type reveal(Tag) { return member; }
 };
@@ -91,7 +92,7 @@ template <typename Tag, typename Tag::type member> struct Reveal {
     };                                                                                             \
     template struct Reveal<tag, &owner::member>
 REVEAL(LoopOf, tcp::Device, std::shared_ptr<tcp::Loop>, loop_);
-REVEAL(EventsOf, tcp::Loop, int, fd_); // of epoll
+REVEAL(EventsOf, tcp::Loop, int, fd_); // epoll's descriptor
 REVEAL(TickOf, tcp::Loop, std::condition_variable, cv_);
 REVEAL(LockOf, tcp::UnboundBuffer, std::mutex, m_);
 REVEAL(ReceivedOf, tcp::UnboundBuffer, int, recvCompletions_);
@@ -100,7 +101,7 @@ REVEAL(RecvAbortOf, tcp::UnboundBuffer, bool, abortWaitRecv_);
 REVEAL(SendAbortOf, tcp::UnboundBuffer, bool, abortWaitSend_);
 REVEAL(ErrorOf, tcp::UnboundBuffer, std::exception_ptr, ex_);
 
-// Of the library as it was, and as it is.
+// Calls a handler, with or without its loop as an argument, which depends on the library's version.
 template <typename Handler>
 auto tell(Handler *handler, tcp::Loop *loop, int events, int)
     -> decltype(handler->handleEvents(*loop, events)) {
@@ -121,31 +122,31 @@ struct Post {
     size_t offset, bytes;
 };
 
-// Somebody waits for a buffer.
+// A thread's wait for a buffer.
 struct Wait {
     fsdp_gloo_buffer *buffer;
     bool is_send;
     Clock::time_point deadline;
-    bool ended;               // by the agent
-    bool sleeps;              // the device's thread has to go on
-    std::exception_ptr error; // why, or why it will be; NULL: it is late
+    bool ended;               // true: the agent has ended the wait
+    bool sleeps;              // true: the thread sleeps, and Gloo's thread must drive
+    std::exception_ptr error; // reason for which it is or will be ended; NULL: the deadline
 };
 
 // The connection to one member.
 struct Peer {
     fsdp_gloo_context *context;
     int index, fd;
-    ino_t socket; // what the descriptor is
-    uint64_t id;  // for epoll: what it tells may be older than the peer
-    bool closed;  // by this process
-    bool ending;  // the system has told that the peer sends no more; some of it may not be read yet
-    bool lost;    // all of it is read
+    ino_t socket; // identifies the socket of the descriptor
+    uint64_t id;  // for epoll, whose events may be older than the peer
+    bool closed;  // true: this process has closed the connection
+    bool ending;  // true: the peer sends no more; some bytes may not be read yet
+    bool lost;    // true: the connection has ended, and all bytes are read
     char byte;
-    std::unique_ptr<gloo::transport::UnboundBuffer> last; // expected, and never sent
-    std::exception_ptr error;                             // why it is lost
+    std::unique_ptr<gloo::transport::UnboundBuffer> last; // a receive that is never sent
+    std::exception_ptr error;                             // reason of the loss
 };
 
-// Function f is to run in the thread that drives.
+// A function f that the driver runs.
 struct Call {
     std::function<void()> f;
     bool done;
@@ -154,63 +155,64 @@ struct Call {
 
 const int TRIES = 64; // most turns of a wait before it sleeps
 
-/* What runs in the thread that drives the device: all sends and receives are posted there,
-   connections are handed over and watched there, and waits that are late are ended there. Gloo's
-   own thread drives, or one that waits: then Gloo's is parked, and a message wakes nobody but him
-   who waits for it. A connection whose lock another thread holds is only tried, again and again;
-   where cores are few this keeps that other thread from running, for milliseconds. Therefore only
-   who drives takes these locks while messages are under way. A thread that closes a connection
-   holds its lock until Gloo's has looked: before, no post that would wait for the lock may be left.
+/* The agent of a device. One thread at a time, the driver, runs the device: it posts all sends and
+   receives, takes over and watches connections, and ends waits at their deadlines. The driver is
+   Gloo's own thread, or a thread that waits: then Gloo's thread is parked, and a message wakes only
+   the thread that waits for it. The driver only tries the lock of a connection, again and again;
+   with few cores this keeps a thread that holds the lock from running, for milliseconds. Therefore
+   only the driver takes these locks while messages are outstanding. A thread that closes a
+   connection holds its lock until Gloo's thread has polled: before, all posts that would wait for
+   the lock must have run.
 
-   What Gloo throws in its own thread ends the process, and a loop of its own never stops. Therefore
-   the first event of the agent does not return: it does what Gloo's loop does, and catches. All
-   waits then fail.
+   An exception in Gloo's own thread ends the process, and Gloo's loop never stops. Therefore the
+   first event of the agent does not return: it does the work of Gloo's loop, and catches. After an
+   exception all waits fail.
 
-   When a connection ends, Gloo tells the operations that have not begun, but not one that is under
-   way. Therefore one receive of each connection never begins; who waits for the peer is ended when
-   that has failed. */
+   When a connection ends, Gloo notifies the operations that have not begun, but not an outstanding
+   one. Therefore one receive of each connection never begins; once it has failed, waits for the
+   peer are ended. */
 class Agent : public tcp::Handler {
   public:
     explicit Agent(const std::shared_ptr<gloo::transport::Device> &device);
     ~Agent();
 
     void post(const Post &post);
-    // What was posted for the context has run, or never will; its peers are watched no more.
+    // Forgets a context: its posts have run or never will, and its peers are no longer watched.
     void forget(const fsdp_gloo_context *context);
 
     // Runs f in the device's thread, and throws what it throws.
     void call(const std::function<void()> &f);
 
     void begin(Wait *wait);
-    // Until it is over, or Gloo's thread has to see to it.
+    // Drives until the wait is over, or Gloo's thread must drive.
     void drive(Wait *wait);
     void end(Wait *wait);
-    // A wait has been ended by somebody else.
+    // Wakes the driver after another thread has ended a wait.
     void stir();
 
-    // Who drives: a socket of Gloo's becomes one that never tells anything.
+    // Driver only: replaces a socket of Gloo by one without events.
     void plug(int fd, tcp::Handler *handler);
-    // Who drives: a socket of Gloo's becomes another one.
+    // Driver only: replaces a socket of Gloo by another one.
     void swap(int fd, int socket, tcp::Handler *handler, Peer *peer);
-    // Throws if somebody else has closed Gloo's descriptors.
+    // Throws if the program has closed Gloo's descriptors.
     void look();
-    // Whether Gloo can close the connection. It ends the process if somebody else has closed its
-    // descriptors.
+    // Returns true if Gloo can close the connection. Gloo would end the process if the program has
+    // closed its descriptors.
     bool can_close(const Peer *peer);
-    // Gloo's thread could not go on.
+    // Fails all waits after an exception of the driver.
     void fail(const std::exception_ptr &error);
 
-    // Gloo's thread looks again every 10 ms, and who opens or closes a connection waits for that.
-    // In between it looks much more often.
+    // Gloo's thread polls every 10 ms, and the opening or closing of a connection waits for that.
+    // Between hurry(1) and hurry(-1) it polls much more often.
     void hurry(int begins);
-    // Gloo's thread shall drive, beside what the others do.
+    // Makes Gloo's thread drive while other threads work.
     void overlap(int begins);
 
     void handleEvents(int) { handle(); }
     void handleEvents(tcp::Loop &, int) { handle(); }
 
   private:
-    // Told by the descriptor that watches all connections.
+    // Handles events of the descriptor that watches all connections.
     class Watch : public tcp::Handler {
       public:
         explicit Watch(Agent *agent) : agent_(agent) {}
@@ -242,26 +244,26 @@ class Agent : public tcp::Handler {
     const std::shared_ptr<tcp::Device> device_;
     tcp::Loop *const loop_;
     Watch watch_;
-    bool serves_;             // of Gloo's thread
-    std::atomic<bool> tells_; // who drives is in one of Gloo's handlers
-    int tries_;               // of who waits, before it sleeps
-    uint32_t turns_;          // so far
+    bool serves_;             // for Gloo's thread only
+    std::atomic<bool> tells_; // true: the driver is in one of Gloo's handlers
+    int tries_;               // turns of a wait before it sleeps
+    uint32_t turns_;          // number of turns with a wait so far
     const int wake_, timer_, ends_, inert_;
-    std::mutex mutex_;               // of all that follows
-    std::condition_variable ran_;    // running_ is empty again, a call is done, who drives changes
+    std::mutex mutex_;               // guards the following members
+    std::condition_variable ran_;    // running_ is empty again, a call is done, the driver changes
     std::condition_variable parked_; // for Gloo's thread
-    bool is_parked_, is_driven_;     // Gloo's thread is; another thread drives
+    bool is_parked_, is_driven_;     // Gloo's thread is parked; another thread drives
     bool quits_, has_quit_;
-    int needs_;    // reasons why Gloo's thread has to drive
+    int needs_;    // reasons for which Gloo's thread must drive
     int sleepers_; // waits that do not drive
-    int asks_;     // threads that would like to
+    int asks_;     // threads that request to drive
     std::vector<Post> posts_, running_;
     std::vector<Call *> calls_;
     std::vector<Wait *> waits_;
-    std::vector<Peer *> peers_; // that are watched
-    uint64_t ids_;              // given so far
-    std::exception_ptr broken_; // why the device's thread could not go on
-    Clock::time_point armed_;   // of the timer; max(): not
+    std::vector<Peer *> peers_; // watched peers
+    uint64_t ids_;              // number of ids so far
+    std::exception_ptr broken_; // the driver's first exception
+    Clock::time_point armed_;   // time of the timer; max(): not armed
     int hurries_;
 };
 
@@ -294,16 +296,16 @@ struct fsdp_gloo_context {
 struct fsdp_gloo_buffer {
     std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
     fsdp_gloo_context *context;
-    int peer; // of the last post; under the agent's mutex
+    int peer; // the last post's; guarded by the agent's mutex
     std::mutex mutex;
-    std::exception_ptr error; // why a post has failed
+    std::exception_ptr error; // reason for which a post has failed
 };
 
 namespace {
 
 thread_local char last_error[256] = "";
 
-// Without where in Gloo it is from, and without addresses: those that Gloo sees are no peer's.
+// Keeps a text without its position in Gloo and without addresses, which are not those of peers.
 int failed(int status, const char *text) noexcept {
     const char *end = *text == '[' ? std::strstr(text, "] ") : nullptr;
     if (end) text = end + 2;
@@ -314,7 +316,7 @@ int failed(int status, const char *text) noexcept {
     return status;
 }
 
-// The status of the exception that is being handled.
+// Returns the status of the exception that is being handled.
 int caught() noexcept {
     try {
         throw;
@@ -345,16 +347,17 @@ template <typename F> int guarded(F f) noexcept {
     }
 }
 
-// 0 ms would mean "late already", and much more than ten years overflows in the library.
+// The longest timeout: much more than ten years overflows in the library. The shortest is 1 ms, as
+// 0 would mean that the deadline has passed.
 const std::chrono::milliseconds TEN_YEARS(315360000000);
-const std::chrono::milliseconds TICK(50); // from one look at peers that are waited for to the next
+const std::chrono::milliseconds TICK(50); // period of checks of awaited peers
 
 std::chrono::milliseconds clamped(int64_t timeout_ms) {
     const int64_t most = TEN_YEARS.count();
     return std::chrono::milliseconds(timeout_ms < 1 ? 1 : timeout_ms > most ? most : timeout_ms);
 }
 
-// Who drives. What fails ends the waits of its buffer, which then tell.
+// Runs a post, in the driver. A failure ends the waits of its buffer, which report it.
 void run(const Post &post) noexcept {
     try {
         if (post.buffer->context->closed) throw std::runtime_error("the connections are closed");
@@ -374,7 +377,8 @@ void run(const Post &post) noexcept {
     throw std::runtime_error(std::string(what) + ": " + std::strerror(errno));
 }
 
-// The one that Gloo opens next would take the place of stdin, stdout or stderr if that is closed.
+// Keeps descriptors 0 to 2 in use, so that Gloo's next descriptor cannot replace a closed stdin,
+// stdout or stderr.
 class Floor {
   public:
     Floor() : opened_(0) {
@@ -410,8 +414,8 @@ class Descriptor {
 // The device's own sockets: only connections within this process go there.
 const char LOOPBACK[] = "127.127.127.127";
 
-/* What stands for a socket of Gloo's that is to accept nobody. In upstream's library an event of
-   the old one may still be under way: accept has to say that there is nothing. */
+/* Returns a replacement for a socket of Gloo that must accept no callers. In upstream's library an
+   event of the old socket may be outstanding: accept must return EAGAIN. */
 int open_inert() {
 #if __has_include(<gloo/transport/tcp/listener.h>)
     struct sock_filter drop_all = BPF_STMT(BPF_RET | BPF_K, 0);
@@ -441,7 +445,7 @@ Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
       ids_(0), armed_(Clock::time_point::max()), hurries_(0) {
     try {
         if (wake_ < 0 || timer_ < 0 || ends_ < 0 || inert_ < 0) throw_errno("eventfd");
-        device_->registerDescriptor(wake_, EPOLLIN, this); // alone, when serve begins
+        device_->registerDescriptor(wake_, EPOLLIN, this); // the only one, when serve begins
         call([] {});
         device_->registerDescriptor(timer_, EPOLLIN, this);
         device_->registerDescriptor(ends_, EPOLLIN, &watch_);
@@ -453,7 +457,7 @@ Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
 
 Agent::~Agent() { end(); }
 
-// Gloo's thread, which may not yet have begun to serve, leaves.
+// Makes Gloo's thread leave, which may not yet have begun to serve.
 void Agent::end() noexcept {
     hurry(1);
     for (int fd : {ends_, timer_, wake_}) // the last one wakes those before
@@ -481,8 +485,8 @@ void Agent::handle() {
         }
 }
 
-// What there is to be told. Who waits tries for about as long as it takes to wake a core, and then
-// sleeps; if it has tried in vain, the next ones try less.
+// Reads events of epoll. A thread that waits polls for about the time of waking a core, and then
+// sleeps. If no event arrives before it sleeps, the next calls poll for less.
 int Agent::listen(struct epoll_event *events, int most, bool waits) {
     const int all = loop_->*reveal(EventsOf());
     const int tries = !waits ? 0 : ++turns_ % 64 ? tries_ : TRIES;
@@ -496,8 +500,8 @@ int Agent::listen(struct epoll_event *events, int most, bool waits) {
     return epoll_wait(all, events, most, 10);
 }
 
-/* One turn of Gloo's loop, by who drives. Which connection has ended first is told before Gloo
-   closes any. */
+/* Runs one turn of Gloo's loop, in the driver. Notes the connection that has ended first before
+   Gloo closes any. */
 void Agent::turn(bool waits) noexcept {
     struct epoll_event events[64];
     tcp::Handler *const first = &watch_;
@@ -511,12 +515,12 @@ void Agent::turn(bool waits) noexcept {
             tell(static_cast<tcp::Handler *>(events[i].data.ptr), loop_, int(events[i].events), 0);
     } catch (...) {
         fail(std::current_exception());
-        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // it may throw again at once
+        std::this_thread::sleep_for(std::chrono::milliseconds(1)); // the next turn may throw, too
     }
     tells_ = false;
 }
 
-// In Gloo's thread, until the agent ends.
+// Runs Gloo's loop in Gloo's thread, until the agent ends.
 void Agent::serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!quits_) {
@@ -530,9 +534,9 @@ void Agent::serve() {
     ran_.notify_all();
 }
 
-/* Until Gloo's thread has to drive. Who drives instead may meet the end of a connection: Gloo then
-   waits until its own thread has looked again, which has nothing to look at. Where one has ended,
-   there may be many. */
+/* Parks Gloo's thread until it must drive. If another driver finds the end of a connection, Gloo
+   waits for the next poll of Gloo's thread: so the parked thread signals polls, often while the
+   driver is in a handler. */
 void Agent::park(std::unique_lock<std::mutex> &lock) {
     is_parked_ = true;
     ran_.notify_all();
@@ -560,17 +564,17 @@ void Agent::release() {
     ran_.notify_all();
 }
 
-// Gloo's thread has to drive, as soon as nobody else does.
+// Makes Gloo's thread drive as soon as no other thread does.
 void Agent::call_back() {
     if (needs_ && is_driven_) wake();
     parked_.notify_one();
     ran_.notify_all();
 }
 
-// Who drives, or will, looks again.
+// Makes the present or next driver poll again.
 void Agent::wake() {
     const uint64_t one = 1;
-    (void)!write(wake_, &one, sizeof one); // it cannot be full
+    (void)!write(wake_, &one, sizeof one); // its counter cannot be full
 }
 
 void Agent::fail(const std::exception_ptr &error) {
@@ -587,7 +591,7 @@ void Agent::post(const Post &post) {
         is_driven_ = true;
         lock.unlock();
         try {
-            look(); // Gloo would end the process
+            look(); // Gloo would end the process if a descriptor is closed
             run(post);
         } catch (...) {
             fail(std::current_exception());
@@ -665,7 +669,7 @@ void Agent::hear() {
     look_for_ends();
 }
 
-// Why the receive that never begins has failed; NULL: it has not.
+// Returns the error of the receive that never begins; NULL: it has not failed.
 std::exception_ptr end_of(gloo::transport::UnboundBuffer *last) {
     try {
         last->abortWaitRecv();
@@ -680,9 +684,9 @@ bool is_for(const Wait *wait, const Peer *peer) {
     return wait->buffer->context == peer->context && wait->buffer->peer == peer->index;
 }
 
-/* Gloo has read what a peer has sent, and its end: what has arrived, has. Else it is near that. If
-   Gloo has closed the connection before its end was told here, nothing will be: who is waited for
-   is looked at now and then. */
+/* Finds peers whose connections Gloo has ended, after it has read all their bytes, and ends the
+   waits for them. Polls again soon for a peer that is ending. If Gloo has closed a connection
+   before its event, there is no event: so awaited peers are always checked. */
 void Agent::look_for_ends() {
     bool is_near = false;
     for (Peer *peer : peers_) {
@@ -705,7 +709,7 @@ void Agent::look_for_ends() {
 void Agent::work() {
     uint64_t count;
     std::unique_lock<std::mutex> lock(mutex_);
-    if (hurries_ == 0) (void)!read(wake_, &count, sizeof count); // else it is called again at once
+    if (hurries_ == 0) (void)!read(wake_, &count, sizeof count); // unread: the loop calls it again
     if (Clock::now() >= armed_ && read(timer_, &count, sizeof count) > 0) {
         end_late_waits();
         look_for_ends();
@@ -758,7 +762,7 @@ void Agent::stir() {
     if (is_driven_) wake();
 }
 
-// Whether Gloo would not let a thread sleep that waits.
+// Returns true if a wait for the buffer would return without a sleep.
 bool is_over(gloo::transport::UnboundBuffer *buffer, bool is_send) {
     tcp::UnboundBuffer *b = static_cast<tcp::UnboundBuffer *>(buffer);
     std::lock_guard<std::mutex> lock(b->*reveal(LockOf()));
@@ -767,8 +771,8 @@ bool is_over(gloo::transport::UnboundBuffer *buffer, bool is_send) {
                    : b->*reveal(ReceivedOf()) > 0 || b->*reveal(RecvAbortOf());
 }
 
-// Whether an abort is where is_over looks. In an unknown version of the library it may not be; then
-// only Gloo's thread drives.
+// Returns true if is_over sees an abort. In an unknown version of the library it may not; then only
+// Gloo's thread drives.
 bool can_look(gloo::transport::UnboundBuffer *fresh) {
     if (is_over(fresh, false) || is_over(fresh, true)) return false;
     fresh->abortWaitRecv();
@@ -776,15 +780,15 @@ bool can_look(gloo::transport::UnboundBuffer *fresh) {
            !is_over(fresh, false);
 }
 
-/* The timer stays at the earliest time that was asked for, a TICK from a wait at most, though that
-   wait may be over: most waits end long before, and cost no call of the system. */
+/* Begins a wait. The timer stays at the earliest requested time, at most a TICK after the start of
+   a wait, even if that wait is over: most waits end long before, and need no system call. */
 void Agent::begin(Wait *wait) {
     std::lock_guard<std::mutex> lock(mutex_);
     const int peer = wait->buffer->peer;
     waits_.push_back(wait);
     if (broken_) return end_wait(wait, broken_);
     if (peer >= 0) wait->error = wait->buffer->context->peers[size_t(peer)].error;
-    if (wait->error) // if its messages are here, it ends before
+    if (wait->error) // if its messages have arrived, the wait is already over
         wait->deadline = std::min(wait->deadline, Clock::now() + std::chrono::milliseconds(50));
     const Clock::time_point look = std::min(wait->deadline, Clock::now() + TICK);
     if (look < armed_) arm(look);
@@ -816,7 +820,7 @@ void Agent::end(Wait *wait) {
 
 void Agent::plug(int fd, tcp::Handler *handler) {
     if (dup3(inert_, fd, O_CLOEXEC) < 0) throw_errno("dup3");
-    device_->registerDescriptor(fd, EPOLLIN, handler); // the last one went with its socket
+    device_->registerDescriptor(fd, EPOLLIN, handler); // the old socket's registration has ended
 }
 
 void Agent::swap(int fd, int socket, tcp::Handler *handler, Peer *peer) {
@@ -860,8 +864,8 @@ int post(const Post &post) noexcept {
     });
 }
 
-/* Gloo must not see that a wait is late: it would close all connections from this thread, which
-   would wait for Gloo's thread while it holds locks that a post needs. */
+/* Waits for a buffer. Gloo must not find that a deadline has passed: it would close all connections
+   from this thread, which would wait for Gloo's thread while it holds locks that a post needs. */
 int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
     return guarded([&] {
         gloo::transport::UnboundBuffer *b = buffer->buffer.get();
@@ -879,7 +883,8 @@ int await(fsdp_gloo_buffer *buffer, bool is_send, int64_t timeout_ms) noexcept {
         }
         if (begins) buffer->context->agent->end(&wait);
         if (error) std::rethrow_exception(error);
-        // It is done and was ended at the same time: Gloo tells of both, of the end first or last.
+        // If the operation has completed and was ended at the same time, Gloo reports both, in any
+        // order.
         if (done && wait.ended) (void)ask();
         else if (wait.ended && is_over(b, is_send)) done = ask();
         if (done) return int(FSDP_GLOO_OK);
@@ -910,7 +915,7 @@ bool is_same(const struct sockaddr_in &a, const struct sockaddr_in &b) {
            a.sin_addr.s_addr == b.sin_addr.s_addr;
 }
 
-// peer NULL: whether the socket listens.
+// Returns true if fd is the TCP socket at `local` that is connected to `peer`; NULL: that listens.
 bool is_socket(int fd, const struct sockaddr_in &local, const struct sockaddr_in *peer) {
     struct sockaddr_in at = {};
     socklen_t size = sizeof at;
@@ -923,7 +928,7 @@ bool is_socket(int fd, const struct sockaddr_in &local, const struct sockaddr_in
     return !getpeername(fd, reinterpret_cast<struct sockaddr *>(&at), &size) && is_same(at, *peer);
 }
 
-// Gloo does not tell the descriptors of its sockets.
+// Finds the descriptor of a socket of Gloo, which does not publish it.
 int descriptor_of(const struct sockaddr_in &local, const struct sockaddr_in *peer) {
     struct rlimit limit = {};
     int found = -1;
@@ -938,13 +943,13 @@ int descriptor_of(const struct sockaddr_in &local, const struct sockaddr_in *pee
     return found;
 }
 
-/* Strangers of this host could find where Gloo listens. Gloo would take them for peers, or end the
-   process. It need not listen at all: in the connections that it makes it calls. */
+/* Replaces Gloo's listening socket. Other processes of this host could find it; Gloo would take
+   them for peers, or end the process. Gloo need not listen: it calls in all its connections. */
 void stop_listening(Agent *agent, gloo::transport::Pair *pair) {
     agent->plug(descriptor_of(ipv4(pair->address()), nullptr), dynamic_cast<tcp::Handler *>(pair));
 }
 
-// Listens on an address below LOOPBACK: of two addresses Gloo calls the lower one.
+// Listens on an address below LOOPBACK: Gloo is the caller if the peer's address is lower.
 int listen_below(struct sockaddr_in *at) {
     socklen_t size = sizeof *at;
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -961,7 +966,7 @@ int listen_below(struct sockaddr_in *at) {
     return fd;
 }
 
-// The call of a pair that has come to `listener`, which others may call as well.
+// Accepts the call of a pair at `listener`, which other processes may call, too.
 int accept_from(int listener, const struct sockaddr_in &pair) {
     for (int tries = 0; tries < 100000; tries++) {
         struct sockaddr_in from = {};
@@ -977,15 +982,15 @@ int accept_from(int listener, const struct sockaddr_in &pair) {
     throw std::runtime_error("accept: too many strangers call");
 }
 
-/* Gloo makes its connections itself, and takes any caller for the peer. So it connects to this
-   process, and then finds the peer's socket under the descriptor of its own. */
+/* Connects a pair with the peer's socket. Gloo makes its connections itself, and accepts any caller
+   as the peer. So the pair connects to this process, and then its descriptor gets the socket. */
 void connect(fsdp_gloo_context *c, int index, int socket) {
     gloo::transport::Pair *pair = nullptr;
     Floor floor;
     c->agent->call([&] {
         pair = c->context->createPair(index).get();
 #if !__has_include(<gloo/transport/tcp/listener.h>)
-        stop_listening(c->agent, pair); // each pair has a socket that listens
+        stop_listening(c->agent, pair); // each pair has a listening socket
 #endif
     });
     struct sockaddr_in at;
@@ -1011,7 +1016,7 @@ void connect(fsdp_gloo_context *c, int index, int socket) {
     });
 }
 
-// Gloo as upstream has it listens once for all contexts.
+// Stops the listener that upstream's Gloo has for all contexts.
 void make_silent(fsdp_gloo_device *made) {
 #if __has_include(<gloo/transport/tcp/listener.h>)
     made->agent->call([&] {
@@ -1095,11 +1100,11 @@ void fsdp_gloo_context_overlap(fsdp_gloo_context *context, int begins) {
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
     Hurry hurry(context->agent);
     context->agent->forget(context);
-    for (int peer = 0; peer < context->context->size; peer++) // buffers keep the context itself
+    for (int peer = 0; peer < context->context->size; peer++) // buffers keep the context alive
         (void)guarded([&] {
             std::unique_ptr<gloo::transport::Pair> &pair = context->context->getPair(peer);
             if (context->agent->can_close(&context->peers[size_t(peer)])) pair.reset();
-            else (void)pair.release(); // lost memory is better than a lost process
+            else (void)pair.release(); // leaks the pair, as its end would end the process
             return FSDP_GLOO_OK;
         });
     delete context;

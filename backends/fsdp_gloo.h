@@ -10,24 +10,24 @@
    - The Gloo library is the transport: connections between all members of a comm, and a thread that
      serves them. The library makes the collectives: each rank sends every member what that member
      needs, once, straight from buffer to buffer: (W-1)/W of a buffer.
-   - That is for members on other hosts, the far ones. The near ones share memory (fsdp_local.h):
-     they show each other their records there, and read each other's buffers while data come from
-     far ones. If all members of a comm are near, it does not use Gloo.
-   - A collective begins with a message to each member: the record of what the rank is about to do,
-     and after it small data. All compare the records before they use any data. Larger data go in
-     messages of their own, under a slot that is made from the record: if ranks disagree, the slots
-     do not match, and no rank gets more than it expects.
-   - A rank always expects the next message of a peer already: a small collective is one message in
-     each direction, and one more for an all_reduce in two rounds.
+   - Gloo serves remote members, which are on other hosts. Local members (fsdp_local.h; `near` in
+     names) share memory: they exchange signatures there, and read each other's buffers while
+     remote data arrive. If all members of a comm are local, the comm does not use Gloo.
+   - A collective begins with one message to each member: the signature of this rank's call,
+     followed by small data. All ranks compare the signatures before they use any data. Larger data
+     go in separate messages, whose slot is computed from the signature: if ranks disagree, the
+     slots do not match, and no rank receives more than it expects.
+   - A rank posts the receive for a peer's next message in advance: a small collective takes one
+     message in each direction, and an all_reduce in two rounds takes one more.
    - In a short collective the caller reads and writes its messages itself, and Gloo's thread
-     sleeps: a message wakes one thread. Gloo's thread moves messages in long collectives, and if
-     this rank waits for something else meanwhile.
-   - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
+     sleeps: a message wakes one thread. Gloo's thread moves the messages of long collectives, and
+     all messages while this rank waits for something else.
+   - Sums run in rank order (fsdpi_reduce): the bits equal those of every other backend on CPUs.
    - Members connect to each other without Gloo: each side proves to the other that it knows the
-     job's token. Then Gloo gets the sockets. No rank listens while ranks work.
-   - Ranks meet at a store (fsdp_store.h), which also carries the verdict when the job fails: every
-     wait has a deadline, and ends at once when there is a verdict. If a rank ends, its connections
-     to the store and to its peers close: so the others learn of it, even in a transfer.
+     job's token. Then Gloo gets the sockets. No rank listens after its comm is open.
+   - Ranks meet at a store (fsdp_store.h), which also distributes the failure of the job. Every
+     wait has a deadline, and ends at once after a failure. If a rank ends, its connections to the
+     store and to its peers close: so the other ranks notice it, even during a transfer.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -45,24 +45,24 @@ extern "C" {
 // clang-format off
 /* fsdp_gloo_comm_ops - the table of this backend, named "gloo"
    Result      never NULL; static
-   open        a process or a thread per rank; boot->store says where ranks meet. After a failure
-               error_text(NULL) has the text, for the calling thread
-   split       blocks until every rank of the parent has come, and the members are connected
-   run         of different comms may be called from different threads of a rank at the same time.
-               Knows all_to_all, send and recv too. What shm would read from peers has to lie in
-               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before this
-               rank sends its record
-   alloc       does not wait; zero-filled. From the allocator; where this host has other ranks, as
-               in shm
+   open        a process or a thread per rank; boot->store names the store. After a failure
+               error_text(NULL) returns the text, for the calling thread
+   split       blocks until every rank of the parent has called it, and the members are connected
+   run         different comms may run in different threads of a rank at the same time. Supports
+               all_to_all, send and recv, too. Buffers that the backend shm would read from peers
+               must come from alloc here, too. Returns INVALID_ARG and UNSUPPORTED before this
+               rank sends its signature
+   alloc       does not wait; zero-filled. Uses the allocator; if this host has other ranks, shared
+               memory as in shm
    close       groups before their world. Waits until its peers have closed the comm too, or have
-               failed: what was sent last is then delivered. At most half a second for the world,
-               and as long for all groups together that peers keep
+               failed: the last messages are then delivered. Waits at most half a second for the
+               world, and half a second for all groups together that peers keep open
    abort       from any thread      poll never blocks
    Memory      a comm of W members that are not all on one host: messages of 2..32 KiB, 3 for each
                member; and 8 MiB from its first large reduction on
-   Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. A peer has to prove
+   Limits      FSDPI_MAX_SRCS ranks, Linux with IPv4 on its loopback interface. A peer must prove
                that it knows the job's token; afterwards data are neither checked nor encrypted: the
-               network has to be trusted. The process ignores SIGPIPE from open on, unless it has a
+               network must be trusted. From open on the process ignores SIGPIPE, except if it has a
                handler, or all ranks are on one host
    Thread      any */
 // clang-format on
@@ -79,14 +79,14 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_GLOO_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_GLOO_IMPLEMENTED
 
-#include "fsdp_comm.h"      // the base: what all backends do in the same way
+#include "fsdp_comm.h"      // the base of all backends
 #include "fsdp_gloo_shim.h" // the transport
 #include "fsdp_memory.h"
 #include "fsdp_local.h" // ranks of one host
 #include "fsdp_signature.h"
 #include "fsdp_shm_world.h"
 #include "fsdp_store.h"
-#include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "fsdp_store_world.h" // rendezvous, and the world's failure
 #include "../src/core/alloc.h"
 #include "../src/core/flight.h"
 #include "../src/core/os.h"
@@ -103,19 +103,20 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 #define FSDPI_GLOO_HEAD       256                // bytes of a message before its data
-#define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most bytes of data after a record
+#define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most bytes of data after a signature
 #define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // bytes of a comm's messages, above 2 KiB each
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // bytes of a comm for data that it reduces
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
 #define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
-#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: a sign of life
-#define FSDPI_GLOO_GOODBYE_NS 500000000          // for goodbyes of groups, and then of the world
-#define FSDPI_GLOO_GRACE      20                 // ms for messages that were sent before a verdict
-#define FSDPI_GLOO_ALONE_NS   200000000          // without a store: for others to see the same end
-#define FSDPI_GLOO_CALLERS    64       // most connections at a time that have proven nothing
-#define FSDPI_GLOO_AGAIN_NS   20000000 // until a member that could not be reached is called again
+#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: each has a timeout
+#define FSDPI_GLOO_GOODBYE_NS 500000000          // close handshakes: all groups; then the world
+#define FSDPI_GLOO_GRACE      20                 // ms for messages sent before a failure
+#define FSDPI_GLOO_ALONE_NS   200000000          // wait after the store's end, see fsdpi_gloo_lost
+#define FSDPI_GLOO_CALLERS    64       // most connections at a time without proof of the token
+#define FSDPI_GLOO_AGAIN_NS   20000000 // delay before a failed call to a member is repeated
 
-// Slots: for records of all comms' collectives; for data, with the record's hash and a phase.
+// Slots: signatures of collectives, signatures of pairs, and data. A data slot also has the hash
+// of the signature, and a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
 #define FSDPI_GLOO_SLOT_PAIR   ((uint64_t)0x41 << 56)
 #define FSDPI_GLOO_SLOT_DATA   ((uint64_t)0x42 << 56)
@@ -125,30 +126,30 @@ typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
 
 typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
-    fsdp_gloo_device *device; // NULL: all ranks are near
+    fsdp_gloo_device *device; // NULL: all ranks are local
     fsdpi_local_hosts hosts;
-    fsdpi_comm *near;    // the ranks of this host; NULL: there are no others
+    fsdpi_comm *near;     // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
-    int64_t patience_ns; // the time left for goodbyes of all groups together
-    uint32_t lock;       // guards the list
+    int64_t patience_ns;  // time left for the close handshakes of all groups together
+    uint32_t lock;        // guards the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
 
 // Messages between this rank and one member.
 typedef struct fsdpi_gloo_peer {
-    fsdp_gloo_buffer *in[2]; // for records, by turns: one is expected while the other is used
+    fsdp_gloo_buffer *in[2]; // signatures, alternating: one is posted while the other is used
     fsdp_gloo_buffer *out;
-    fsdp_gloo_buffer *scratch; // for data that it sends to be reduced
+    fsdp_gloo_buffer *scratch; // partial values that the member sends
     fsdp_gloo_buffer *rx, *tx; // data of this operation
     uint32_t recvs, sends;     // posted to rx and tx, and not yet waited for
-    int showing;               // 1: out is under way
-    int arrived;               // 1: its record of this operation is here
+    int showing;               // 1: the send of `out` is outstanding
+    int arrived;               // 1: the member's signature of this operation has arrived
 } fsdpi_gloo_peer;
 
-// How far a loop over the large strips of a collective has come. All zero: at the begin.
+// Position of a loop over the large strips of a collective. All zero: the start.
 typedef struct fsdpi_gloo_walk {
     uint32_t strip;
-    size_t used, at, pieces; // bytes after a record; elements of this strip's regions; pieces
+    size_t used, at, pieces; // bytes after a signature; elements of this strip's regions; pieces
 } fsdpi_gloo_walk;
 
 struct fsdpi_gloo_comm {
@@ -160,13 +161,13 @@ struct fsdpi_gloo_comm {
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
     uint32_t lock;              // guards `waiting`
     fsdp_gloo_buffer *waiting;  // the buffer that this rank waits for now
-    size_t small;               // most bytes of data after a record
+    size_t small;               // most bytes of data after a signature
     char *messages;             // in[0], in[1] and out of each member
     char *scratch;
     size_t piece, depth;            // bytes of one piece of one member, pieces of one member
-    fsdpi_gloo_walk ahead;          // pieces that are expected so far
-    int at[FSDPI_MAX_SRCS];         // the members' places in `near`; -1: they are far
-    const char *of[FSDPI_MAX_SRCS]; // of near members: the buffer of this operation
+    fsdpi_gloo_walk ahead;          // pieces whose receives are posted
+    int at[FSDPI_MAX_SRCS];         // the members' indices in `near`; -1: a remote member
+    const char *of[FSDPI_MAX_SRCS]; // local members' buffers in this operation
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
 };
 
@@ -177,8 +178,7 @@ typedef struct fsdpi_gloo_strip {
 } fsdpi_gloo_strip;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_fail
-// Owns: waits, and what ends them: a message, a verdict, a lost peer, or the deadline.
+// Waits. A message, a failure, a lost peer or the deadline ends them.
 
 static fsdpi_gloo_comm *fsdpi_gloo_of(fsdpi_comm *base) { return (fsdpi_gloo_comm *)(void *)base; }
 
@@ -192,12 +192,12 @@ static fsdpi_store *fsdpi_gloo_store(const fsdpi_gloo_comm *c) {
 
 static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_failed(&c->base); }
 
-// Are all members near? Then Gloo is not used.
+// Returns 1 if all members are local: then Gloo is not used.
 static int fsdpi_gloo_is_local(const fsdpi_gloo_comm *c) {
     return c->near && c->near->size == c->base.size;
 }
 
-// Is member k on another host? Then its data go through Gloo.
+// Returns 1 if member k is on another host: then its data go through Gloo.
 static int fsdpi_gloo_is_far(const fsdpi_gloo_comm *c, int k) {
     return c->at[k] < 0 && k != c->base.index;
 }
@@ -206,13 +206,14 @@ static fsdp_status fsdpi_gloo_local_result(fsdpi_gloo_comm *c, fsdp_status statu
     return fsdpi_local_result(&c->base, c->near, status);
 }
 
-// A barrier of the near members. It fails if one of them has ended.
+// Runs a barrier of the local members. It fails if one of them has ended.
 static fsdp_status fsdpi_gloo_local_barrier(fsdpi_gloo_comm *c) {
     if (!c->near) return FSDP_OK;
     return fsdpi_gloo_local_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
 }
 
-// Member k cannot come any more, because of `how`. Its last operation may say why.
+// Fails the world because member k is lost, for the reason `how`. say_last: the text also names the
+// member's last operation, which may be the cause.
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
@@ -233,8 +234,9 @@ static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
                            "[E753] this process has too many open files: raise ulimit -n");
 }
 
-/* The connection to member k has broken: the store may know why. A member that has lost another one
-   closes its connections, too: so the first lost one is to blame, or a near one that has ended. */
+/* Fails the world because the connection to member k broke. A member that loses another one closes
+   its own connections, too: so the culprit is the first lost member, or a local member that has
+   ended. If the store reports a failure or a shutdown meanwhile, that is the cause. */
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
     int first = fsdp_gloo_context_first_lost(c->context);
@@ -249,21 +251,21 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
-    // If the store has ended in order, it does not say why. Then the others should see the same end
-    // before they see that this rank closes its connections, too.
+    // A store that was closed in order reports no cause. The wait lets other ranks notice the same
+    // loss before this rank closes its connections, too.
     int cause = fsdpi_store_world_await_cause(
         &c->base, k, fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_STORE_CAUSE_NS);
     if (cause == FSDPI_CAUSE_VERDICT) return fsdpi_comm_report(&c->base);
     return fsdpi_gloo_gone(c, k, cause == k ? "has shut down" : text, cause != k);
 }
 
-// The deadline has passed while this rank waited for member k: names all missing members.
+// Fails the world because the deadline passed in a wait for member k. Names all missing members.
 static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     uint8_t missing[FSDPI_MAX_SRCS];
     const char *verb = !c->messages ? "connected" : c->peers[k].arrived ? "finished" : "come";
     memset(missing, 0, sizeof missing);
     missing[k] = 1;
-    // Records that came in time are there. A wait for another one ends at once.
+    // A signature that has arrived is found without delay; the wait for any other ends after 1 ms.
     for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++) {
         if (fsdpi_gloo_is_far(c, j))
             missing[j] |= !c->peers[j].arrived &&
@@ -273,7 +275,7 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     return fsdpi_store_world_late(&c->base, missing, verb);
 }
 
-// The status for the result of a call of the transport for member k.
+// Returns the status for the transport's result of a call for member k. Fails the world if needed.
 static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_OK) return FSDP_OK;
     if (result == FSDP_GLOO_ABORTED) return fsdpi_comm_report(&c->base);
@@ -294,11 +296,11 @@ static int fsdpi_gloo_await(fsdp_gloo_buffer *buffer, int is_send, int64_t timeo
                    : fsdp_gloo_wait_recv(buffer, timeout_ms);
 }
 
-// Waits; a verdict ends the wait.
+// Waits for `buffer`, until a failure of the world at the latest. Returns the transport's result.
 static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buffer, int is_send,
                                       int64_t timeout_ms) {
     fsdpi_lock(&c->lock);
-    int failed = fsdpi_gloo_failed(c); // there is a verdict before waits are ended
+    int failed = fsdpi_gloo_failed(c); // fsdpi_gloo_wake runs after the failure is set
     c->waiting = failed ? NULL : buffer;
     fsdpi_unlock(&c->lock);
     int result = failed ? FSDP_GLOO_ABORTED : fsdpi_gloo_await(buffer, is_send, timeout_ms);
@@ -308,8 +310,8 @@ static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buff
     return result;
 }
 
-/* Waits for one message from or to member k. A message that was sent before the verdict still
-   counts: if the operation has succeeded for others, it succeeds here, too. */
+/* Waits for one message from or to member k. A message that was sent before the failure still
+   counts: an operation that succeeded on other ranks also succeeds here. */
 static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
                                    int64_t timeout_ns) {
     fsdpi_activity *trace = FSDPI_LOAD(&c->base.world->trace);
@@ -324,7 +326,7 @@ static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Called by the store's thread. If there is a verdict, it ends all waits.
+// Ends all waits if the world has failed. The store's thread calls it.
 static void fsdpi_gloo_wake(void *user) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     fsdpi_lock(&w->lock);
@@ -346,10 +348,9 @@ static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_message
-// Owns: the message that begins each collective. Invariants: before a member sends its message
-// number n, it expects number n of every other member. The buffer of a posted operation lives until
-// the operation has completed, or its context was closed.
+// The message that begins each collective. Invariants: before a member sends its message number n,
+// it has posted the receives for number n of every other member. The buffer of a posted operation
+// lives until the operation has completed, or its context was closed.
 
 static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which) { // in 0, in 1, out
     return c->messages + (3 * (size_t)k + (size_t)which) * (FSDPI_GLOO_HEAD + c->small);
@@ -367,7 +368,7 @@ static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
     return FSDP_OK;
 }
 
-// Sends member k the record, and the data after it.
+// Sends member k the signature, and the data after it.
 static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot, size_t bytes) {
     memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
     int result = fsdp_gloo_send(c->peers[k].out, k, slot, 0, bytes);
@@ -376,7 +377,7 @@ static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot,
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Sends it to all far members; each rank begins with another one.
+// Sends the signature and data to all remote members; each rank begins with a different one.
 static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
     c->turn ^= 1;
     if (c->messages) c->base.shown = fsdpi_gloo_message(c, 0, c->turn);
@@ -389,7 +390,7 @@ static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
     return status;
 }
 
-// Waits for the record of member k.
+// Waits for the signature of member k.
 static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeout_ns) {
     fsdpi_signature record;
     fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].in[c->turn], 0, timeout_ns);
@@ -400,7 +401,7 @@ static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeou
     return FSDP_OK;
 }
 
-// The same call for the near members. The other rank of a pair has another index among them.
+// Returns the call for the comm of local members, where the other rank of a pair has another index.
 static fsdp_coll fsdpi_gloo_local_call(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdp_coll call = *op;
     call.root = c->at[op->root];
@@ -411,13 +412,13 @@ static int fsdpi_gloo_is_near_pair(const fsdpi_gloo_comm *c, const fsdp_coll *op
     return op && fsdpi_is_pair(op->kind) && !fsdpi_gloo_is_far(c, (int)op->root);
 }
 
-// Copies the record of a near member to its place among all records.
+// Copies the signature of a local member to its place among all signatures.
 static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
     fsdpi_signature record = fsdpi_signature_of(c->near, c->at[k]);
     memcpy(fsdpi_gloo_message(c, k, c->turn), &record, sizeof record);
 }
 
-// Waits for the records of the near members. The deadline began with the operation.
+// Waits for the signatures of the local members. The timeout counts from the operation's start.
 static fsdp_status fsdpi_gloo_hear_local(fsdpi_gloo_comm *c) {
     fsdpi_shm_comm *near = fsdpi_shm_comm_of(c->near);
     near->since = &c->base.now.since_ns;
@@ -452,8 +453,7 @@ static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_data
-// Owns: data in messages of their own, straight from and to the caller's buffers.
+// Data in separate messages, straight from and to the caller's buffers.
 
 static uint64_t fsdpi_gloo_slot(const fsdpi_gloo_comm *c, int phase) {
     return FSDPI_GLOO_SLOT_DATA | (c->base.now.key >> 16 & ~(uint64_t)0xFF) | (uint64_t)phase;
@@ -476,7 +476,7 @@ static fsdp_status fsdpi_gloo_post(fsdpi_gloo_comm *c, int k, int is_send, const
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Waits for posted data. Afterwards it frees the buffers, also after a failure.
+// Waits for posted data, then frees the buffers, also after a failure. Returns the first failure.
 static fsdp_status fsdpi_gloo_finish(fsdpi_gloo_comm *c, fsdp_status status) {
     int64_t timeout_ns = c->base.boot->timeout_ns;
     for (int i = 1; i < c->base.size && !status; i++) {
@@ -510,15 +510,15 @@ static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
     return before >= s->total ? 0 : s->total - before < s->part ? s->total - before : s->part;
 }
 
-// Does member k get all of a broadcast from the root? It does if it is on the root's host.
+// Returns 1 if member k reads the whole broadcast from the root: it is the root or on its host.
 static int fsdpi_gloo_has_all(const fsdpi_gloo_comm *c, const fsdp_coll *op, int k) {
     return op->kind == FSDP_OP_BROADCAST &&
            (k == op->root || fsdpi_local_is(&fsdpi_gloo_world_of(c)->hosts, (int)c->base.ranks[k],
                                             (int)c->base.ranks[op->root]));
 }
 
-// Sends each far member k the data at src_at + k * step, and receives theirs. step 0: all get the
-// same data.
+// Sends each remote member k the data at src_at + k * step, and receives the member's data. step 0:
+// all members get the same data.
 static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                        const fsdpi_gloo_strip *s, const void *src, size_t src_at,
                                        size_t step, int phase) {
@@ -541,16 +541,15 @@ static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdp_coll *op,
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_strip
-// Owns: the strips of a collective. Small ones travel with the record, the others by themselves.
+// The strips of a collective. Small strips travel with the signature, the others separately.
 
 static uint32_t fsdpi_gloo_strips(const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
     return is_list ? op->num_segs : op->count ? 1 : 0;
 }
 
-// Strip i. Lists and all_to_all have equal regions. Others are cut in whole cache lines, and the
-// last region may be short or empty.
+// Returns strip i. Lists and all_to_all have equal regions. Other strips are cut into whole cache
+// lines, and the last regions may be short or empty.
 static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                             uint32_t i) {
     fsdpi_gloo_strip s = {0, 0, (size_t)op->count, 0};
@@ -570,16 +569,16 @@ static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp
     return s;
 }
 
-// Does a member need only a region of a small strip? An all_reduce for which a message is too small
-// takes two rounds: sums of regions first, as a reduce_scatter.
+// Returns 1 if a member needs only a region of the strip. An all_reduce that does not fit in a
+// message takes two rounds: first sums of regions, as in a reduce_scatter.
 static int fsdpi_gloo_is_parted(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                 const fsdpi_gloo_strip *s) {
     if (op->kind == FSDP_OP_ALL_REDUCE) return s->total * fsdp_dtype_size(op->dtype) > c->small;
     return op->kind != FSDP_OP_BROADCAST;
 }
 
-// Small strips lie after a record, each at a multiple of 64 bytes: the end of strip i if it is
-// small, else `used`.
+// Returns the end of strip s after the signature, if s is small, else `used`. Small strips begin at
+// multiples of 64 bytes.
 static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s, size_t used, int *is_small) {
     size_t count = fsdpi_gloo_is_parted(c, op, s) ? s->part : s->total;
@@ -588,7 +587,8 @@ static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     return *is_small ? end : used;
 }
 
-// The next piece: at most `most` elements of each region of *s, from *at on. 0: there is no other.
+// Finds the next piece: at most `most` elements of each region of *s, from *at on. Returns 0 if no
+// piece is left.
 static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_gloo_walk *walk,
                            size_t most, fsdpi_gloo_strip *s, size_t *at) {
     for (; walk->strip < fsdpi_gloo_strips(op); walk->strip++, walk->at = 0) {
@@ -604,7 +604,7 @@ static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_
     return 0;
 }
 
-// The next small strip, and its place after a record.
+// Finds the next small strip, and its offset after a signature. Returns 0 if no strip is left.
 static int fsdpi_gloo_next_small(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                  fsdpi_gloo_walk *walk, fsdpi_gloo_strip *s, size_t *at) {
     int is_small = 0;
@@ -616,7 +616,7 @@ static int fsdpi_gloo_next_small(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     return is_small;
 }
 
-// The data of strip i that member k needs, and their number. NULL: none.
+// Returns the data of strip s that member k needs, and their bytes. NULL: this rank has none.
 static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s, int k, size_t *bytes) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -640,7 +640,7 @@ static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *
     return dst;
 }
 
-// Copies small strips after the records. Returns their bytes.
+// Copies small strips after the signatures. Returns their bytes.
 static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -658,7 +658,8 @@ static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
     if (to != from) fsdpi_shm_copy((char *)to, (const char *)from, bytes);
 }
 
-// The data of strip s in a near member's buffer that this rank needs, except for large reductions.
+// Returns the data of strip s that this rank needs in local member k's buffer. Large reductions do
+// not use it.
 static const char *fsdpi_gloo_local_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                            const fsdpi_gloo_strip *s, int k) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -672,12 +673,12 @@ static const char *fsdpi_gloo_local_source(const fsdpi_gloo_comm *c, const fsdp_
     }
 }
 
-// Memory for the result of a small all_reduce, until the near members have read dst.
+// Returns memory for the result of a small all_reduce, until the local members have read dst.
 static char *fsdpi_gloo_aside(const fsdpi_gloo_comm *c) {
     return fsdpi_gloo_message(c, c->base.index, 2) + FSDPI_GLOO_HEAD;
 }
 
-// Finishes a small strip: the data of every member are here.
+// Finishes a small strip. Requires the data of every member.
 static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                               const fsdpi_gloo_strip *s, size_t at) {
     const char *srcs[FSDPI_MAX_SRCS];
@@ -714,11 +715,10 @@ static void fsdpi_gloo_unpack_all(const fsdpi_gloo_comm *c, const fsdp_coll *op)
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_reduce
-// Owns: large reductions. Data of peers come to the scratch, which has room for `depth` pieces of
-// each one, by turns. A piece is reduced when all have sent it, while the next ones arrive.
+// Large reductions. The scratch is a ring of `depth` pieces for each remote member. A piece is
+// reduced once all members have sent it, while the next ones arrive.
 
-// The place for pieces of member k.
+// Returns the scratch of member k.
 static char *fsdpi_gloo_scratch_of(const fsdpi_gloo_comm *c, int k) {
     return c->scratch + c->piece * c->depth * (size_t)(k - (k > c->base.index));
 }
@@ -744,7 +744,7 @@ static size_t fsdpi_gloo_piece(const fsdpi_gloo_comm *c, const fsdp_coll *op) { 
     return (c->piece ? c->piece : FSDPI_GLOO_PIECE) / fsdp_dtype_size(op->dtype);
 }
 
-// Elements of member k's region in the piece that begins at `at`.
+// Returns the number of elements of member k's region in the piece that begins at `at`.
 static size_t fsdpi_gloo_piece_of(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                   const fsdpi_gloo_strip *s, int k, size_t at) {
     size_t count = fsdpi_gloo_count_of(s, k), piece = fsdpi_gloo_piece(c, op);
@@ -755,7 +755,7 @@ static const char *fsdpi_gloo_reduced(const fsdp_coll *op) {
     return (const char *)(op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst);
 }
 
-// Expects the next piece of this rank's region from all far members.
+// Posts the receives for the next piece of this rank's region, from all remote members.
 static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_strip s;
     size_t at, place = c->ahead.pieces;
@@ -773,7 +773,7 @@ static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *
     return status;
 }
 
-// Sends all pieces, to all members by turns.
+// Sends all pieces, each one to every remote member before the next piece.
 static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -790,7 +790,7 @@ static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *o
     return status;
 }
 
-// Reduces pieces as they come, and expects the next ones.
+// Reduces pieces as they arrive, and posts the receives for the next ones.
 static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER, me = c->base.index;
     fsdp_dtype out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
@@ -817,8 +817,7 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_run
-// Owns: collectives. Data are under way while the records are compared.
+// Collectives. Data travel while the signatures are compared.
 
 static int fsdpi_gloo_is_reduction(const fsdp_coll *op) {
     return op->kind == FSDP_OP_REDUCE_SCATTER || op->kind == FSDP_OP_ALL_REDUCE;
@@ -834,7 +833,7 @@ static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_col
     return status ? status : fsdpi_gloo_send_pieces(c, op);
 }
 
-// The root sends each far member its region.
+// Sends each remote member its region, if this rank is the root; otherwise receives its own region.
 static fsdp_status fsdpi_gloo_deal(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                    const fsdpi_gloo_strip *s) {
     size_t size = fsdp_dtype_size(op->dtype);
@@ -853,7 +852,7 @@ static fsdp_status fsdpi_gloo_deal(fsdpi_gloo_comm *c, const fsdp_coll *op,
     return status;
 }
 
-// Posts the first messages of a large strip, before a rank can reduce or pass on anything.
+// Posts the first messages of a large strip. They depend on no data of other ranks.
 static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                           const fsdpi_gloo_strip *s) {
     size_t size = fsdp_dtype_size(op->dtype), mine = fsdpi_gloo_begin_of(s, c->base.index), bytes;
@@ -879,8 +878,8 @@ static fsdp_status fsdpi_gloo_start(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     return status;
 }
 
-/* send and recv: the two ranks show each other their records under a slot of their own, between
-   turns. The record of the last turn has been used, so these take its place. */
+/* Exchanges signatures with member k for send and recv, in a separate slot, between turns. The
+   signature of the last turn has been used, so this one takes its place. */
 static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
     int result = fsdp_gloo_recv(c->peers[k].in[c->turn], k, FSDPI_GLOO_SLOT_PAIR, 0,
                                 sizeof c->base.now);
@@ -888,15 +887,15 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
     return status ? status : fsdpi_gloo_show_one(c, k, FSDPI_GLOO_SLOT_PAIR, sizeof c->base.now);
 }
 
-// Shows the near members the record; their copy also has this rank's buffer.
+// Shows the signature to the local members; their copy also names this rank's buffer.
 static fsdp_status fsdpi_gloo_show_local(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                          const fsdpi_span *span) {
     c->near->now = c->base.now;
     return fsdpi_gloo_local_result(c, fsdpi_shm_show(c->near, op, span));
 }
 
-/* Should Gloo's thread move messages? Yes, if there is much to reduce or to copy. It has to if this
-   rank waits for something else meanwhile: near members, or the opening of a group. */
+/* Returns 1 if Gloo's thread moves the messages: there is much to reduce or to copy, or this rank
+   also waits for something else (local members, or the opening of a group). */
 static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     if (!op || c->near) return 1;
     int of_each = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
@@ -921,7 +920,7 @@ static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const 
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
 
-// All agree: finds the buffers that the near members have shown.
+// Finds the buffers that the local members have shown. Requires that all ranks agree.
 static fsdp_status fsdpi_gloo_find_local(fsdpi_gloo_comm *c, const fsdpi_span *span) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < c->base.size && !status; k++) {
@@ -933,7 +932,7 @@ static fsdp_status fsdpi_gloo_find_local(fsdpi_gloo_comm *c, const fsdpi_span *s
     return status;
 }
 
-// Copies the near members' regions of a large strip.
+// Copies the local members' regions of a large strip.
 static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s) {
     int is_own = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_ALL_TO_ALL;
@@ -948,8 +947,8 @@ static void fsdpi_gloo_collect(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     }
 }
 
-// all_reduce and broadcast: each member has its region of a large strip now, or all of it if the
-// root is near. All collect the regions.
+// Runs the second round of an all_reduce or broadcast: each member has its region of a large strip,
+// or all of it if the root is local, and the members exchange the regions.
 static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s) {
     fsdp_status status = fsdpi_gloo_finish(c, FSDP_OK);
@@ -963,7 +962,8 @@ static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
     return status;
 }
 
-// All agree, and near buffers can be read: reduces data as they arrive, and passes them on.
+// Reduces data as they arrive, and forwards the results. Requires that all ranks agree, and that
+// local members' buffers can be read.
 static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
@@ -982,7 +982,7 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
         if (op->kind == FSDP_OP_BROADCAST) status = fsdpi_gloo_spread(c, op, &s);
         else fsdpi_gloo_collect(c, op, &s);
     }
-    // After this the buffer may be overwritten: peers have read it.
+    // After the barrier the buffer may be overwritten: local members have read it.
     if (!status) status = fsdpi_gloo_local_barrier(c);
     if (!status && c->near && is_sum && !is_parted)
         fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
@@ -1007,7 +1007,7 @@ static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const 
                            (size_t)op->count * fsdp_dtype_size(op->dtype));
 }
 
-// Waits until this rank's messages are sent, and all data are in place.
+// Waits until this rank's messages are sent, and all data have arrived. Returns the first failure.
 static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     for (int k = 0; k < base->size && !status; k++) {
@@ -1022,17 +1022,18 @@ static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_gate
-// Owns: how members connect to each other, before Gloo gets the connections. Invariant: until a
-// caller has proven that it is a member of this comm, it costs one of FSDPI_GLOO_CALLERS places,
-// and no more.
+// How members connect to each other, before Gloo gets the connections. Invariant: until a caller
+// has proven that it is a member of this comm, it costs one of FSDPI_GLOO_CALLERS places, and no
+// more.
 
-/* While a comm opens, each member listens, and shows its door in the store: the address, and a
-   secret ticket. A member calls the members before it. Both prove that they know the job's token:
-   HELLO     caller    ticket[16], i32 caller, nonce[32] PROOF     listener  nonce[32],
-   HMAC-SHA256(token, "L", comm, listener, HELLO, nonce) ANSWER    caller    HMAC-SHA256(token, "C",
-   the same) WELCOME   listener  one byte  Until WELCOME either may hang up, and the caller calls
-   again. */
+/* While a comm opens, each member listens, and publishes its endpoint in the store: the address,
+   and a secret ticket. A member calls the members before it. Both prove that they know the job's
+   token, with four messages:
+   - HELLO, from the caller: ticket[16], i32 caller, nonce[32]
+   - PROOF, from the listener: nonce[32], HMAC-SHA256(token, "L", comm, listener, HELLO, nonce)
+   - ANSWER, from the caller: HMAC-SHA256(token, "C", comm, listener, HELLO, nonce)
+   - WELCOME, from the listener: one byte
+   Until WELCOME either side may hang up, and the caller calls again. */
 typedef struct fsdpi_gloo_endpoint {
     uint8_t ticket[16];
     fsdpi_store_place place;
@@ -1049,9 +1050,9 @@ enum {
 
 typedef struct fsdpi_gloo_link {
     int fd, step;     // fd -1: none
-    int member;       // -1: it has not said
-    int at;           // in `polls`; -1: it is not there
-    int64_t since_ns; // when it was made; after a failed call: when to call again
+    int member;       // member at the other end; -1: not known yet
+    int at;           // index in `polls`; -1: not polled
+    int64_t since_ns; // time of the connection or HELLO; after a failed call: time to call again
     size_t used;      // bytes of `in`
     uint8_t hello[FSDPI_GLOO_HELLO], nonce[32], in[FSDPI_GLOO_PROOF];
 } fsdpi_gloo_link;
@@ -1060,13 +1061,13 @@ typedef struct fsdpi_gloo_connector {
     fsdpi_gloo_comm *c;
     int listener, num_links, missing; // members that are not connected yet
     int64_t deadline;
-    fsdpi_gloo_endpoint *doors; // of the members that are called, and of this one
-    fsdpi_gloo_link *links; // one for each member that is called; then those that have called
+    fsdpi_gloo_endpoint *doors; // endpoints of the called members, and of this one
+    fsdpi_gloo_link *links;     // one for each member that is called; then those that have called
     struct pollfd *polls;
     int fds[FSDPI_MAX_SRCS]; // members' connections; -1: none yet
 } fsdpi_gloo_connector;
 
-// Is the connection to member k still missing?
+// Returns 1 if the connection to member k is still missing.
 static int fsdpi_gloo_lacks(const fsdpi_gloo_connector *g, int k) {
     return fsdpi_gloo_is_far(g->c, k) && g->fds[k] < 0;
 }
@@ -1075,7 +1076,7 @@ static int64_t fsdpi_gloo_now(const fsdpi_gloo_connector *g) {
     return fsdpi_boot_now(g->c->base.boot);
 }
 
-// The proof that a side knows the job's token. side: 'L' or 'C'.
+// Computes the proof that a side knows the job's token. side: 'L' (listener) or 'C' (caller).
 static void fsdpi_gloo_prove(const fsdpi_gloo_connector *g, const fsdpi_gloo_link *l, char side,
                              int to, uint8_t out[32]) {
     uint8_t token[32];
@@ -1089,7 +1090,7 @@ static void fsdpi_gloo_prove(const fsdpi_gloo_connector *g, const fsdpi_gloo_lin
     fsdpi_hmac_sha256(token, sizeof token, text, sizeof text, out);
 }
 
-// Its time does not depend on where they differ.
+// Returns 0 if the bytes are equal. Its time does not depend on the position of a difference.
 static int fsdpi_gloo_differ(const uint8_t *a, const uint8_t *b, size_t bytes) {
     int differ = 0;
     for (size_t i = 0; i < bytes; i++) differ |= a[i] ^ b[i];
@@ -1102,7 +1103,8 @@ static void fsdpi_gloo_drop(const fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     l->since_ns = fsdpi_gloo_now(g) + FSDPI_GLOO_AGAIN_NS;
 }
 
-// 1: all is sent: the bytes are few, and the socket's buffer is empty.
+// Sends a message of the handshake. Returns 1 if all bytes were sent, which few bytes into an empty
+// socket buffer always are.
 static int fsdpi_gloo_say(fsdpi_gloo_link *l, int next, const void *data, size_t bytes) {
     l->step = next;
     l->used = 0;
@@ -1116,7 +1118,7 @@ static int fsdpi_gloo_admit(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     return 1;
 }
 
-// A caller has said HELLO. 0: it is a stranger.
+// Answers HELLO with PROOF. Returns 0 if the caller is no missing member with the right ticket.
 static int fsdpi_gloo_greet(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int me = g->c->base.index;
     uint8_t proof[FSDPI_GLOO_PROOF];
@@ -1134,7 +1136,7 @@ static int fsdpi_gloo_greet(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     return fsdpi_gloo_say(l, FSDPI_GLOO_WANTS_ANSWER, proof, sizeof proof);
 }
 
-// Handles the bytes for which the link has waited. 0: they are wrong.
+// Handles the message for which the link has waited. Returns 0 if it is wrong.
 static int fsdpi_gloo_take(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int me = g->c->base.index;
     uint8_t expected[32], answer[32];
@@ -1159,7 +1161,7 @@ static size_t fsdpi_gloo_wants(const fsdpi_gloo_link *l) {
                                                 : 1;
 }
 
-// Reads the bytes that have come, but none after WELCOME. 0: the link has to be closed.
+// Reads the bytes that have arrived, but none after WELCOME. Returns 0 if the link must be closed.
 static int fsdpi_gloo_listen(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     while (l->fd >= 0) {
         ssize_t got = recv(l->fd, l->in + l->used, fsdpi_gloo_wants(l) - l->used, 0);
@@ -1172,8 +1174,8 @@ static int fsdpi_gloo_listen(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     return 1;
 }
 
-/* Closes the caller that has been silent for the longest time. of_all: also one that has shown the
-   ticket, which another listener may know. 0: there is none. */
+/* Closes the oldest unproven connection of a caller. of_all: also one that has shown the ticket.
+   Returns 0 if there is none. */
 static int fsdpi_gloo_evict(fsdpi_gloo_connector *g, int of_all) {
     fsdpi_gloo_link *oldest = NULL;
     for (int i = g->c->base.index; i < g->num_links; i++) {
@@ -1185,7 +1187,7 @@ static int fsdpi_gloo_evict(fsdpi_gloo_connector *g, int of_all) {
     return oldest != NULL;
 }
 
-// A place for a caller.
+// Returns a place for a caller, after it has closed the oldest one if needed; NULL: there is none.
 static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_connector *g) {
     for (int turn = 0; turn < 2; turn++) {
         for (int i = g->c->base.index; i < g->num_links; i++)
@@ -1195,13 +1197,13 @@ static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_connector *g) {
     return NULL;
 }
 
-// Is there a caller? The system says that no descriptor is left even if there is none.
+// Returns 1 if a caller waits. accept4 reports EMFILE even without a caller.
 static int fsdpi_gloo_is_called(const fsdpi_gloo_connector *g) {
     struct pollfd p = {g->listener, POLLIN, 0};
     return poll(&p, 1, 0) > 0;
 }
 
-// Accepts a limited number of callers at a time: members must not wait for strangers.
+// Accepts a limited number of callers at a time: members must not wait for untrusted peers.
 static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_connector *g) {
     for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
         int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
@@ -1226,7 +1228,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_connector *g) {
     return FSDP_OK;
 }
 
-// Begins to talk on a connection to a member. 0: there is no connection.
+// Sends HELLO on a new connection to a member. Returns 0 if the connection failed.
 static int fsdpi_gloo_introduce(fsdpi_gloo_connector *g, fsdpi_gloo_link *l) {
     int why = 0;
     socklen_t size = sizeof why;
@@ -1264,7 +1266,7 @@ static int fsdpi_gloo_list(fsdpi_gloo_connector *g) {
     return count;
 }
 
-// Polls all connections once, and waits for a moment. A verdict ends this.
+// Repeats calls that are due, then polls all connections once, for at most 10 ms.
 static fsdp_status fsdpi_gloo_turn(fsdpi_gloo_connector *g) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < g->c->base.index && !status; k++)
@@ -1287,7 +1289,7 @@ static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int 
     (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->base.id, k);
 }
 
-// Listens where peers can reach this host.
+// Listens on the address at which peers reach this host.
 static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_connector *g) {
     fsdpi_gloo_endpoint *own = &g->doors[g->c->base.index];
     const char *address = fsdpi_store_address(fsdpi_gloo_store(g->c));
@@ -1307,7 +1309,7 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_connector *g) {
                            address, strerror(errno));
 }
 
-// Shows this rank's door, and reads those of the members before it.
+// Publishes this rank's endpoint, and reads the endpoints of the members before it.
 static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_connector *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdpi_store *store = fsdpi_gloo_store(c);
@@ -1406,8 +1408,7 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_open
-// Owns: how a comm opens, groups, memory, and the end.
+// Opening of a comm, groups, memory, and closing.
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     size_t members = (size_t)c->base.size, each = FSDPI_GLOO_MESSAGES / 3 / members / 64 * 64;
@@ -1429,7 +1430,8 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
 
-// Other members may still read this member's door: it stays until all have met.
+// Exchanges the first message with all members. Only then deletes this member's endpoint from the
+// store: other members may have to read it until then.
 static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
@@ -1463,8 +1465,9 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     return status ? status : fsdpi_gloo_first_meeting(c);
 }
 
-/* Says goodbye, and waits until the others have: then the last messages have arrived. It does not
-   wait for a rank that works for longer, or keeps the group. */
+/* Runs the close handshake: sends a close message, and waits for those of the other members, which
+   shows that the last messages have arrived. The wait is short, as a member may work for longer or
+   keep the group open. */
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
@@ -1507,7 +1510,7 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     }
     fsdpi_free(&base->boot->allocator, c->messages);
     fsdpi_free(&base->boot->allocator, c->scratch);
-    if (c->near && base->is_world) fsdpi_shm_leave(c->near); // its memory is still used
+    if (c->near && base->is_world) fsdpi_shm_leave(c->near); // its memory is still in use
     else fsdpi_comm_close((fsdp_comm *)(void *)c->near);
 }
 
@@ -1515,7 +1518,7 @@ static int fsdpi_gloo_close(fsdpi_comm_world *base) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)(void *)base;
     fsdpi_store_close(w->base.store);
     if (w->device) fsdp_gloo_device_destroy(w->device);
-    fsdpi_comm_close((fsdp_comm *)(void *)w->near); // the store's thread has read its trace
+    fsdpi_comm_close((fsdp_comm *)(void *)w->near); // the store's thread no longer reads its trace
     return 1;
 }
 
@@ -1523,7 +1526,7 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
     fsdpi_gloo_comm *p = fsdpi_gloo_of(parent), *c = fsdpi_gloo_of(child);
     fsdpi_comm *near = NULL;
     fsdp_status status = FSDP_OK;
-    if (p->near) status = fsdpi_gloo_local_barrier(p); // all have compared what they showed there
+    if (p->near) status = fsdpi_gloo_local_barrier(p); // all have compared the signatures there
     if (p->near && !status)
         status = fsdpi_local_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g,
                                    &near);
@@ -1531,7 +1534,8 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
     return child && !status ? fsdpi_gloo_connect_members(c) : status;
 }
 
-// Opens the world of the ranks of this host. This rank's trace lies there then, for the store, too.
+// Opens the world of this host's ranks. This rank's activity then lies in its shared memory, where
+// the store's thread reads it, too.
 static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_local_find(&c->base, &w->hosts);
@@ -1565,7 +1569,7 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     return status;
 }
 
-// Memory that near ranks read is shared memory.
+// Takes shared memory if this host has other ranks, as they read it; else host memory.
 static fsdp_status fsdpi_gloo_take_memory(fsdpi_comm_world *base, fsdpi_chunk *chunk,
                                           const char **why) {
     fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;

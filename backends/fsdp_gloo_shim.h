@@ -1,10 +1,10 @@
 /* fsdp_gloo_shim.h - the functions of fsdp_gloo.cc (C++) that fsdp_gloo.h (C) calls
 
    The Gloo library as a transport and no more: a device, full meshes of connections, and buffers
-   that are sent from and received into. No exception leaves these functions, none prints.
+   for sends and receives. No exception leaves these functions, and none of them prints.
 
-   A message is matched by (pair of ranks, slot), in the order in which it was posted. Its receiver
-   must have posted at least as many bytes: else all waits of the device fail from then on.
+   A message is matched by (pair of ranks, slot), in the order in which it was posted. If its
+   receiver has posted fewer bytes, all waits of the device fail from then on.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_GLOO_SHIM_H
@@ -21,7 +21,7 @@ typedef struct fsdp_gloo_device fsdp_gloo_device;   // sockets, and a thread tha
 typedef struct fsdp_gloo_context fsdp_gloo_context; // a connection to every other member
 typedef struct fsdp_gloo_buffer fsdp_gloo_buffer;   // memory that is sent from or received into
 
-// How a call has ended. ABORTED: another thread has called fsdp_gloo_abort.
+// Results of calls. ABORTED: another thread has called fsdp_gloo_abort.
 enum {
     FSDP_GLOO_OK,
     FSDP_GLOO_ABORTED,
@@ -34,21 +34,21 @@ enum {
 
 #define FSDP_GLOO_SLOT_LAST ((uint64_t)0x7E << 56) // the only slot that callers may not use
 
-// Gloo's words for the last failure of the calling thread. Never NULL.
+// Returns Gloo's text for the last failure of the calling thread. Never NULL.
 const char *fsdp_gloo_error(void);
 
-// From the first device on the process ignores SIGPIPE, unless it has a handler: else a peer that
-// ends while Gloo writes to it would end this process, too.
+// From the first device on the process ignores SIGPIPE, unless it has a handler: a peer that ends
+// while Gloo writes to it would otherwise end this process, too.
 int fsdp_gloo_device_create(fsdp_gloo_device **out);
 void fsdp_gloo_device_destroy(fsdp_gloo_device *device);
 
 /* A context is connected member by member, by a TCP socket that is connected to that member. The
-   member does the same with its end. Later bytes on the socket have to be Gloo's messages. The
-   context has the socket; after a failure it is closed. connect does not wait for the peer. */
+   member does the same with its end. Later bytes on the socket must be Gloo's messages. The context
+   takes over the socket, and closes it after a failure. connect does not wait for the peer. */
 int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size,
                              fsdp_gloo_context **out);
 int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, int socket);
-// The first member whose connection has ended; -1: none. Any thread.
+// Returns the first member whose connection has ended; -1: none. Any thread may call it.
 int fsdp_gloo_context_first_lost(const fsdp_gloo_context *context);
 // Resets all connections: peers see it at once. Any thread may call it, once all members are
 // connected. Posted operations never complete.

@@ -1,7 +1,7 @@
 /* fsdp_host_gemm.h - a product of matrices on the host, for fsdp_muon.h
 
-   Vectors of 4, 8 or 16 numbers, as the processor has them; one thread. Another product, as that
-   of cblas_sgemm, can take its place: see fsdp_gemm_fn (src/core/backend.h).
+   It uses vectors of 4, 8 or 16 numbers, by the processor, and one thread. Another product, such as
+   cblas_sgemm, can replace it: see fsdp_gemm_fn (src/core/backend.h).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -16,11 +16,11 @@
 extern "C" {
 #endif
 
-#define FSDP_HOST_GEMM_BYTES 1196032 // of its room: packed rows and columns
+#define FSDP_HOST_GEMM_BYTES 1196032 // working memory, for packed rows and columns
 
 // clang-format off
 /* fsdp_host_gemm - an fsdp_gemm_fn of f32 in host memory
-   user        room: FSDP_HOST_GEMM_BYTES, one for each thread, aligned as malloc does
+   user        working memory: FSDP_HOST_GEMM_BYTES for each thread, aligned as malloc does
    stream      ignored: the product is done on return
    Arithmetic  an element is the sum of its products in the order of k, in pieces of 256, each begun
                with 0 and added up with FMA where the processor has it. So its bits depend neither
@@ -47,9 +47,9 @@ FSDP_API fsdp_status fsdp_host_gemm(void *user, void *stream, int64_t m, int64_t
 
 #include <string.h>
 
-// Owns: tiles of a result, whose sums are in registers, and packed rows and columns for them.
+// Tiles of a result, whose sums are in registers, and packed rows and columns for them.
 
-// What is packed at a time: together FSDP_HOST_GEMM_BYTES.
+// Numbers that are packed at a time: together FSDP_HOST_GEMM_BYTES.
 enum { FSDPI_GEMM_DEPTH = 256, FSDPI_GEMM_ROWS = 144, FSDPI_GEMM_COLUMNS = 1024 };
 enum { FSDPI_GEMM_WIDEST = 32 }; // columns of the widest tile
 #define FSDPI_GEMM_NOINLINE __attribute__((noinline))
@@ -62,7 +62,7 @@ FSDP_PRECISE_BEGIN("O3")
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
-// out = the product of `rows` packed rows and two vectors of packed columns: sums in registers.
+// Defines out = the product of `rows` packed rows and two vectors of packed columns.
 #define FSDPI_GEMM_TILE(name, kind, bytes, rows)                                                   \
     kind static FSDPI_GEMM_NOINLINE void name(int64_t depth, const float *a, const float *b,       \
                                               float *out) {                                        \
@@ -114,10 +114,10 @@ typedef struct fsdpi_gemm_product {
     float *c;
     int64_t lda, ldb, ldc;
     int a_transposed, b_transposed;
-    int symmetric; // the result is, so that half of it is enough
+    int symmetric; // 1: the result is symmetric, so that half of it is enough
 } fsdpi_gemm_product;
 
-// Brings rows together, `tile` at a time, element by element of their depth; what lacks is 0.
+// Packs rows, `tile` at a time, element by element of their depth; missing rows are 0.
 static void fsdpi_gemm_pack(float *out, const float *from, int64_t pitch, int transposed,
                             int64_t rows, int64_t depth, int64_t tile) {
     for (int64_t i = 0; i < rows; i += tile, out += tile * depth) {
@@ -152,8 +152,8 @@ static void fsdpi_gemm_store(const fsdpi_gemm_product *p, int64_t row, int64_t c
     }
 }
 
-// Puts tile after tile of rows first .. first+rows-1 and columns at .. at+columns-1 together. Of a
-// symmetric result only tiles that have an element on or below the diagonal.
+// Computes the tiles of rows first .. first+rows-1 and columns at .. at+columns-1; of a symmetric
+// result only tiles that have an element on or below the diagonal.
 static void fsdpi_gemm_tiles(const fsdpi_gemm_product *p, int64_t first, int64_t rows, int64_t at,
                              int64_t columns, int64_t depth, int begins, const float *left,
                              const float *right) {

@@ -1,13 +1,13 @@
 /* fsdp_local.h - shared memory between the ranks of one host, within a world of several hosts
 
-   A backend whose ranks meet at a store opens a world of shared memory for the ranks of one host:
-   the near ranks. That world has the rank numbers of the whole one, but only the near ranks are in
-   it, and memory that peers read is its memory. A failure goes to the store, and every wait ends
-   with the verdict that the store has. If the store has ended, or does not answer, the first
-   failure that a near rank gives counts for the near ranks.
+   A backend whose ranks meet at a store opens a world of shared memory for the ranks of one host,
+   the local ranks (`near` in names). That world has the rank numbers of the whole world, but only
+   the local ranks as members, and memory that peers read comes from it. A failure goes to the
+   store, and every wait ends with the failure that the store keeps. If the store has ended, or does
+   not answer, the first failure of a local rank applies to all local ranks.
 
-   Rank 0 decides once which ranks are near, from facts that all ranks show at the store: two ranks
-   are near if they show the same host and the same user, and both can share memory.
+   Rank 0 decides once which ranks share memory, from facts that all ranks publish in the store: two
+   ranks do if their hosts and users are equal, and both can share memory.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -18,9 +18,9 @@
 
 #include "fsdp_comm.h"
 #include "fsdp_signature.h"
-#include "fsdp_shm_world.h" // the memory, and what goes through it
+#include "fsdp_shm_world.h" // the memory, and collectives in it
 #include "fsdp_store.h"
-#include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "fsdp_store_world.h" // rendezvous, and the world's failure
 #include "../src/core/alloc.h"
 #include "../src/core/os.h"
 #include "../src/core/reduce.h"
@@ -39,14 +39,14 @@ typedef struct fsdpi_local_world {
     char job[64];
 } fsdpi_local_world;
 
-// Which ranks of a world share a host.
+// The ranks of a world that share a host.
 typedef struct fsdpi_local_hosts {
     uint8_t ticket[FSDPI_LOCAL_TICKET]; // a secret name of the worlds of shared memory
-    int32_t first[FSDPI_MAX_SRCS];      // by rank: the first rank that is near it
-    int32_t lanes;                      // if the caller gives no number
+    int32_t first[FSDPI_MAX_SRCS];      // by rank: the first rank that shares memory with it
+    int32_t lanes;                      // default number of worker threads; 0: no default
 } fsdpi_local_hosts;
 
-// What a rank shows at the store.
+// The facts that a rank publishes in the store.
 typedef struct fsdpi_local_shown {
     char host[96], user[48]; // "": not known
     int32_t most;            // ranks of the world that may share memory; 0: this rank cannot
@@ -54,8 +54,7 @@ typedef struct fsdpi_local_shown {
 } fsdpi_local_shown;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>near_fail
-// Owns: failures. All of them go to the store.
+// Failures. All of them go to the store.
 
 static fsdpi_store_world *fsdpi_local_outer(const fsdpi_comm_world *w) {
     return ((const fsdpi_local_world *)(const void *)w)->outer;
@@ -67,7 +66,7 @@ static int fsdpi_local_has(const fsdpi_comm *base, int rank) {
     return has;
 }
 
-// A member that has ended; -1: none.
+// Returns a member that has ended; -1: none.
 static int fsdpi_local_gone(const fsdpi_comm *base) {
     const fsdpi_shm_world *w = (const fsdpi_shm_world *)(const void *)base->world;
     for (int k = 0; k < base->size; k++) {
@@ -79,15 +78,16 @@ static int fsdpi_local_gone(const fsdpi_comm *base) {
     return -1;
 }
 
-/* Gives a failure to the store, and to the near ranks. If the store has ended or does not answer,
-   the near ranks agree on the first failure: else each would name the peer that it has seen end. */
+/* Gives a failure to the store, and to the local ranks. If the store has ended or does not answer,
+   the local ranks agree on the first failure. Each would otherwise name the peer whose end it has
+   noticed. */
 static void fsdpi_local_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                              const char *reason) {
     fsdpi_store *store = fsdpi_local_outer(c->world)->store;
     const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
     fsdpi_failure first;
     fsdpi_shm_tell(c, status, subject, reason);
-    (void)fsdpi_shm_verdict(c->world, &first); // there is one now
+    (void)fsdpi_shm_verdict(c->world, &first); // shared memory has a failure now
     int is_first = first.rank == c->boot->rank;
     while (!is_first && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until)
         fsdpi_sleep_ns(1000000);
@@ -99,13 +99,14 @@ static int fsdpi_local_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
     return fsdpi_store_world_verdict(&fsdpi_local_outer(w)->base, out);
 }
 
-// The store also knows when a rank was heard of. If it does not answer, common memory does.
+// Reads the state of a rank from the store, which also has the time of its last beat. If the store
+// does not answer, reads it from common memory.
 static int fsdpi_local_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
     return fsdpi_store_world_ask_of(fsdpi_local_outer(c->world), rank, out) ||
            (fsdpi_local_has(c, rank) && fsdpi_shm_ask(c, rank, out));
 }
 
-// Wakes threads that sleep in the comm: they see that the world has failed. Any thread may call it.
+// Wakes threads that sleep in the comm, after a failure. Any thread may call it.
 static void fsdpi_local_wake(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     int shared = fsdpi_shm_world_of(c)->fd >= 0;
@@ -124,18 +125,17 @@ static const fsdpi_transport fsdpi_local_transport = {
 // clang-format on
 
 /* -------------------------------------------------------------------------------------------- */
-// >>near_hosts
-// Owns: which ranks are near. Invariant: all ranks have the answer that rank 0 has made.
+// Discovery of local ranks. Invariant: all ranks use the result of rank 0.
 
-// Can this process map a common file with others?
+// Returns 1 if this process can map a common file together with others.
 static int fsdpi_local_can_share(void) {
     int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
     if (fd >= 0) (void)close(fd);
     return fd >= 0 && !fsdpi_shm_files_are_limited();
 }
 
-/* The host: its kernel, and the network namespace, in which ranks see each other's abstract
-   sockets. The user: only ranks of one user share memory. */
+/* Collects this rank's facts. The host is its kernel, and the network namespace, in which ranks see
+   each other's abstract sockets. The user is there since only ranks of one user share memory. */
 static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_shown *shown) {
     char id[64] = "";
     struct stat net, user;
@@ -158,7 +158,7 @@ static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_sh
     fsdpi_text_add(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
 }
 
-// May ranks j <= k share memory, by what they show?
+// Returns 1 if ranks j <= k may share memory, by the facts that they publish.
 static int fsdpi_local_share(const fsdpi_local_shown *all, int j, int k) {
     int most = all[k].most;
     return j == k ||
@@ -170,7 +170,7 @@ static void fsdpi_local_key(char *key, size_t cap, int rank) {
     (void)snprintf(key, cap, "near/%d", rank);
 }
 
-// The deadline has passed before another rank has shown its facts.
+// Fails the world because a rank has not published its facts before the deadline.
 static fsdp_status fsdpi_local_late(fsdpi_comm *c, int rank) {
     uint8_t missing[FSDPI_MAX_SRCS];
     memset(missing, 0, sizeof missing);
@@ -178,8 +178,9 @@ static fsdp_status fsdpi_local_late(fsdpi_comm *c, int rank) {
     return fsdpi_store_world_late(c, missing, "connected");
 }
 
-/* While bytes go over a wire, the caller can compute: there is one lane, and a second one if a core
-   is free for it. Within a host there are no lanes, since no call waits for a wire. */
+/* Returns the default number of worker threads. Across hosts the caller can compute while bytes
+   travel: one thread, and a second one if a core is free for it. Within a host there are none,
+   since no call waits for a network. */
 static int fsdpi_local_lanes(const fsdpi_local_shown *all, int size) {
     int are_several = 0, have_cores = 1;
     for (int k = 0; k < size; k++) {
@@ -191,7 +192,7 @@ static int fsdpi_local_lanes(const fsdpi_local_shown *all, int size) {
     return are_several ? 1 + have_cores : 0;
 }
 
-// Rank 0 reads the facts of all ranks, and writes which ranks are near each other.
+// Reads the facts of all ranks, on rank 0, and publishes the ranks that share memory.
 static fsdp_status fsdpi_local_sort(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     const size_t room = (size_t)c->size * sizeof(fsdpi_local_shown);
@@ -216,7 +217,7 @@ static fsdp_status fsdpi_local_sort(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
     return fsdpi_store_set(store, "near", hosts, sizeof *hosts);
 }
 
-// All ranks of the world learn which ranks are near each other.
+// Finds the ranks that share memory. All ranks of the world call it.
 static fsdp_status fsdpi_local_find(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char text[FSDPI_REASON], key[32];
@@ -245,36 +246,36 @@ static fsdp_status fsdpi_local_find(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
         fsdpi_store_who(store), fsdp_status_name(status));
 }
 
-// Removes the keys: all ranks have read them.
+// Deletes the keys. Requires that all ranks have read them.
 static void fsdpi_local_forget(fsdpi_comm *c) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
     char key[32];
     fsdpi_local_key(key, sizeof key, c->index);
-    if (c->size > 1) (void)fsdpi_store_delete(store, key); // if it stays, no harm
+    if (c->size > 1) (void)fsdpi_store_delete(store, key); // a key that stays does no harm
     if (c->size > 1 && c->index == 0) (void)fsdpi_store_delete(store, "near");
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>near_open
-// Owns: the world of the near ranks, and its groups.
+// The world of the local ranks, and its groups.
 
 static int fsdpi_local_is(const fsdpi_local_hosts *hosts, int a, int b) {
     return hosts->first[a] == hosts->first[b];
 }
 
-// Has a member come to the barrier at which this rank waits, or will it come at once?
+// Returns 1 if a member has arrived at this rank's last barrier of the comm.
 static int fsdpi_local_has_come(fsdpi_comm *base, int k) {
     const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     return (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) >= 0;
 }
 
-// A failure in `near` becomes a failure of c.
+// Returns `status`. A failure in `near` gives c its text.
 static fsdp_status fsdpi_local_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
     if (status) fsdpi_copy_name(c->error, sizeof c->error, near->error);
     return status;
 }
 
-// The near members of a comm, in its order; their number, and this rank's place among them.
+// Writes the local members of a comm, in its order, and this rank's index among them. Returns their
+// number.
 static int fsdpi_local_members(const fsdpi_local_hosts *hosts, const fsdpi_comm *c, int32_t *ranks,
                                int *index) {
     int count = 0;
@@ -286,7 +287,7 @@ static int fsdpi_local_members(const fsdpi_local_hosts *hosts, const fsdpi_comm 
     return count;
 }
 
-// Opens the world of the ranks that are near this one. *out is NULL if there are none.
+// Opens the world of this host's ranks. *out stays NULL if there are no others.
 static fsdp_status fsdpi_local_open(fsdpi_comm *c, const fsdpi_local_hosts *hosts,
                                     fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
@@ -311,15 +312,15 @@ static fsdp_status fsdpi_local_open(fsdpi_comm *c, const fsdpi_local_hosts *host
     fsdp_status status = fsdpi_local_result(c, near, fsdpi_shm_open_world(near));
     if (!status) *out = near;
     if (!status) return FSDP_OK;
-    // Only this rank has the failure: all ranks get it.
+    // Only this rank knows the failure: give it to all ranks.
     const char *why = strstr(near->error, "[E");
     if (!fsdpi_comm_failed(c)) status = fsdpi_comm_fail(c, status, "%s", why ? why : near->error);
     fsdpi_comm_close((fsdp_comm *)(void *)near);
     return status;
 }
 
-/* Makes the comm of a group's near members, if there are several. All members of the parent that
-   are near each other call this. child NULL: this rank is in no group. */
+/* Makes the comm of a group's local members, if there are several. All local members of the parent
+   call this. child NULL: this rank is in no group. */
 static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *near,
                                      const fsdpi_local_hosts *hosts, const fsdpi_comm *child,
                                      const fsdp_group *group, fsdpi_comm **out) {

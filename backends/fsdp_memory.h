@@ -19,9 +19,9 @@
 // An allocation. If a backend maps the parts of all ranks, they lie one after another from base on.
 typedef struct fsdpi_chunk {
     char *base;
-    size_t size, part; // bytes that the caller wanted; from one rank's part to the next one's
-    uint64_t at;       // of the backend: where it is, or where it came from
-    uint64_t number;   // of the backend: among this rank's allocations
+    size_t size, part; // bytes that the caller wanted; bytes from one rank's part to the next one's
+    uint64_t at;       // the backend's: location of the memory, or its allocator
+    uint64_t number;   // the backend's: number among this rank's allocations
 } fsdpi_chunk;
 
 typedef struct fsdpi_chunks {
@@ -30,7 +30,7 @@ typedef struct fsdpi_chunks {
     fsdpi_chunk *list; // by address
 } fsdpi_chunks;
 
-// Index of the last chunk that begins at or before p; -1: none.
+// Returns the index of the last chunk that begins at or before p; -1: none.
 static int fsdpi_chunk_before(const fsdpi_chunks *chunks, uintptr_t p) {
     int low = 0, high = chunks->count;
     while (low < high) {
@@ -65,7 +65,7 @@ static int fsdpi_chunk_insert(fsdpi_chunks *chunks, const fsdp_allocator *a, fsd
     return done;
 }
 
-// Takes out the chunk in which this rank's part begins at ptr.
+// Removes the chunk in which this rank's part begins at ptr. Returns 0 if there is none.
 static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsdpi_chunk *out) {
     fsdpi_lock(&chunks->lock);
     int i = fsdpi_chunk_before(chunks, (uintptr_t)ptr);
@@ -80,7 +80,8 @@ static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsd
     return known;
 }
 
-// The number after `key` at the start of a line of a small text file, or -1. "": the first line.
+// Returns the number after `key` at the start of a line of a small text file, or -1. key "": the
+// first line.
 static int64_t fsdpi_read_number(const char *path, const char *key) {
     char line[256];
     int64_t value = -1;
@@ -96,7 +97,8 @@ static int64_t fsdpi_read_number(const char *path, const char *key) {
     return value;
 }
 
-// Lowers *least to what a control group and its parents still allow. Page cache counts as free.
+// Lowers *least to the bytes that a control group and its parents still allow. Page cache counts as
+// free.
 static void fsdpi_group_limit(const char *root, const char *path, const char *limit_name,
                               const char *usage_name, int64_t *least) {
     char dir[400], name[480];
@@ -117,7 +119,8 @@ static void fsdpi_group_limit(const char *root, const char *path, const char *li
     }
 }
 
-// Bytes that processes can still take before the kernel kills some, and the name of that limit.
+// Returns the bytes that processes can still take before the kernel kills some. *whose: the name of
+// that limit.
 static int64_t fsdpi_memory_left(const char **whose) {
     char line[400];
     int64_t machine = fsdpi_read_number("/proc/meminfo", "MemAvailable:"), least;

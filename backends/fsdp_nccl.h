@@ -8,19 +8,19 @@
      buffers. Averages are sums; the core scales, in kernels of its own.
    - A call does not wait: it enqueues an operation on its stream, and an event after it. A thread,
      the watchdog, polls these events. The world ends if an operation is not done `timeout_ns` after
-     it could have begun, if NCCL reports an error, or if the store (fsdp_store.h) has a verdict.
-     Then all communicators are aborted, which also ends kernels that wait on the device.
-   - To poll an event can hang if another thread is inside CUDA (a cudaFree waits for the device,
-     and so for the peer that does not come). A second thread, the monitor, does not call CUDA: it
-     sees that the watchdog hangs, or that a call of NCCL does not return. It is the one that
-     aborts.
-   - NCCL does not compare what ranks call, and hangs if they disagree. So each rank keeps a list
-     of what was enqueued, when, and whether it is done. After a deadline, members show each other
+     it could have begun, if NCCL reports an error, or if the store (fsdp_store.h) reports a
+     failure. Then all communicators are aborted, which also ends kernels that wait on the device.
+   - The poll of an event can hang while another thread is inside CUDA (a cudaFree waits for the
+     device, and so for a missing peer). A second thread, the monitor, does not call CUDA: it
+     detects that the watchdog hangs, or that a call of NCCL does not return. The monitor aborts
+     the communicators.
+   - NCCL does not compare the calls of ranks, and hangs if they disagree. So each rank keeps a list
+     of its enqueued operations, with times and states. After a deadline, members show each other
      their operations: the text names a rank that has called something else (MISMATCH), or has
      not come (TIMEOUT). FSDP_NCCL_CHECK=1 compares before every collective, which waits for it.
    - Calls of NCCL that may wait for other ranks (making, splitting and closing communicators) run
-     in a thread, which is given up after the deadline.
-   - Ranks meet at the store, which also gives NCCL's id to all, and says if a rank has died.
+     in a thread, which is abandoned after the deadline.
+   - Ranks meet at the store, which also distributes NCCL's id, and reports dead ranks.
 
    ENVIRONMENT
      FSDP_NCCL_COMMS      1: gathers and reductions share a communicator (less memory, no overlap of
@@ -28,16 +28,16 @@
      FSDP_NCCL_REGISTER   0 (default): buffers are not registered; 1: with ncclCommRegister, from
                           NCCL 2.26 on; 2, from 2.29.7 on: as symmetric windows, and gathers by the
                           copy engines where NCCL can: a lost peer then blocks the GPU's stream
-                          until the process ends. With 1 and 2, ranks that use memory together have
-                          to allocate the same sizes in the same order
+                          until the process ends. With 1 and 2, ranks that use memory together must
+                          allocate equal sizes in the same order
      FSDP_NCCL_WARM_UP    1 (default): a communicator runs operations of 64 KiB and 32 MiB when it
                           is made, in which NCCL connects the ranks in the ways that a training
                           uses; 0: the first steps do that
-     FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
+     FSDP_NCCL_CHECK      1: compare the calls of all ranks before every collective (slow)
      NCCL_LAUNCH_ORDER_IMPLICIT   NCCL's own, from 2.26 on; with 1 two communicators do not wait for
-                          each other's room on the GPU. Where it is not set, fsdprun sets it to 1.
-                          If header and library are 2.31.2 or newer, communicators are made so.
-                          Else fsdp_init sets it, too, while the process has one thread, or warns
+                          each other's room on the GPU. If it is not set, fsdprun sets it to 1. If
+                          header and library are 2.31.2 or newer, communicators are made that way.
+                          Otherwise fsdp_init sets it while the process has one thread, or warns
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -55,21 +55,21 @@ extern "C" {
 // clang-format off
 /* fsdp_nccl_comm_ops - the table of this backend, named "nccl"
    Result      never NULL; static
-   open        one GPU per rank: a process, or a thread, each. boot->store says where ranks meet.
-               After a failure error_text(NULL) has the text, for the calling thread
-   split       blocks until every rank of the parent has come and the new groups are connected
+   open        one GPU per rank, and a process or a thread for each. boot->store names the store.
+               After a failure error_text(NULL) returns the text, for the calling thread
+   split       blocks until every rank of the parent has called it and the groups are connected
    run         with a stream: enqueues, and returns; poll and the next call report a later
-               failure. Without: blocks until complete. One thread at a time enqueues; another
-               may call run of another comm meanwhile. Knows all_to_all, send and recv too. A
-               collective without elements does nothing, and does not wait for peers
-   alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
-               NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for peers to close it too, about half a second for
-               all comms together, and then for NCCL to end it, at most five seconds; if the world
-               fails meanwhile, some seconds more. If peers keep a comm, it stays until the
-               process ends
+               failure. Without a stream: blocks until complete. One thread at a time enqueues;
+               another may call run of another comm meanwhile. Supports all_to_all, send and recv,
+               too. A collective without elements does nothing, and does not wait for peers
+   alloc       device memory; waits for the device, but not for other ranks. If memory is to be
+               registered: from 1 MiB on memory of NCCL, in steps of the device's granularity
+   close       groups before their world. Waits for peers to close the comm too, about half a
+               second for all comms together, and then for NCCL to end it, at most five seconds; if
+               the world fails meanwhile, some seconds more. If peers keep a comm, it stays until
+               the process ends
    abort       from any thread      poll never blocks
-   Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
+   Memory      NCCL's for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 2,048 events
    Order       all ranks enqueue the collectives of all comms in the same order
    Limits      4,096 ranks, Linux. A trusted network, as NCCL's own. No fork after open.
@@ -93,11 +93,11 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NCCL_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_NCCL_IMPLEMENTED
 
-#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_comm.h" // the base of all backends
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
 #include "fsdp_store.h"
-#include "fsdp_store_world.h" // where ranks meet, and the verdict
+#include "fsdp_store_world.h" // rendezvous, and the world's failure
 #include "../src/core/alloc.h"
 #include "../src/core/macros.h"
 #include "../src/core/os.h"
@@ -117,26 +117,26 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 #define FSDPI_NCCL_WORKS     1024                   // operations that are watched
 #define FSDPI_NCCL_LARGE     ((size_t)1 << 20)      // bytes from which on memory is registered
-#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // from one look of the watchdog to the next
-#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // if no operation is under way; the monitor
+#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // period of the watchdog
+#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // period of an idle watchdog; of the monitor
 #define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)   // for late members to show their operations
 #define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)   // for data of a rank that has shut down
 #define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000)  // for communicators to end
 #ifndef FSDPI_NCCL_PATIENCE_NS                      // a test waits longer: its machine may be slow
 #define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000) // for peers to close a comm, too
 #endif
-#define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end it then: its threads nap
+#define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end a comm: its threads sleep
 #define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_NAP_NS     50000                 // between looks at a call in progress
-#define FSDPI_NCCL_GRACE_NS   ((int64_t)3000000000) // so long the watchdog may act first
-#define FSDPI_NCCL_BEHIND_NS  ((int64_t)1000000000) // and so long the watchdogs of peers
-#define FSDPI_NCCL_SHOWN      8                     // operations that a late rank shows
+#define FSDPI_NCCL_NAP_NS     50000                 // period of polling a call in progress
+#define FSDPI_NCCL_GRACE_NS   ((int64_t)3000000000) // head start of this rank's watchdog
+#define FSDPI_NCCL_BEHIND_NS  ((int64_t)1000000000) // head start of the watchdogs of peers
+#define FSDPI_NCCL_SHOWN      8                     // operations that are logged after a failure
 #define FSDPI_NCCL_WARM_BYTES ((size_t)32 << 20)    // bytes of a warm-up's largest operation
 
 #define FSDPI_NCCL_ORDER "NCCL_LAUNCH_ORDER_IMPLICIT"
 
-// A library that is older than the header has not got these. Its version is compared before they
-// are called.
+// A library that is older than the header lacks these functions. Its version is compared before
+// they are called.
 #if NCCL_VERSION_CODE >= 22907
 #pragma weak ncclCommMemStats
 #endif
@@ -147,8 +147,8 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #pragma weak ncclBroadcastConfig
 #endif
 
-// From 2.31 on a collective can have a configuration of its own, and a communicator an order of
-// launches. Without: how is NULL.
+// From 2.31 on a collective can have a separate configuration, and a communicator an order of
+// launches. Before: `how` is NULL.
 #if NCCL_VERSION_CODE >= 23102
 typedef ncclCollConfig_t fsdpi_nccl_how;
 #define FSDPI_NCCL_CONFIGURES(version) ((version) >= 23102)
@@ -159,7 +159,7 @@ typedef struct fsdpi_nccl_how fsdpi_nccl_how;
 #define FSDPI_NCCL_RUN(name, how, ...) ((void)(how), name(__VA_ARGS__))
 #endif
 
-// Strict C99 hides it.
+// Strict C99 hides setenv.
 extern int fsdpi_nccl_setenv(const char *name, const char *value, int replace) __asm__("setenv");
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
@@ -168,10 +168,10 @@ typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 enum { FSDPI_NCCL_WORK_NONE, FSDPI_NCCL_WORK_ISSUED, FSDPI_NCCL_WORK_DONE };
 typedef struct fsdpi_flight {
     fsdpi_signature record;
-    uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
-    fsdpi_nccl_comm *comm;      // as long as it is ISSUED
-    cudaEvent_t begin, event;   // before it, and after it
-    int64_t *ended_ns;          // of the fsdp_coll
+    uint64_t comm_id, comm_seq; // the comm's id; number of the operation on it
+    fsdpi_nccl_comm *comm;      // valid while ISSUED; NULL: closed
+    cudaEvent_t begin, event;   // before and after the operation
+    int64_t *ended_ns;          // ended_ns of the fsdp_coll
     uint32_t state;
 } fsdpi_flight;
 
@@ -183,26 +183,26 @@ typedef struct fsdpi_nccl_registration {
     void *handle; // NULL: NCCL cannot register it
 } fsdpi_nccl_registration;
 
-// How memory was allocated: fsdpi_chunk.at.
+// The allocator of memory, in fsdpi_chunk.at.
 enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
 
 typedef struct fsdpi_nccl_world {
     fsdpi_store_world base;
-    int version; // of the library
+    int version; // the library's
     int registers, warms_up;
-    int64_t comm_bytes; // of all comms: caps.comm_bytes
+    int64_t comm_bytes; // all comms together: caps.comm_bytes
     fsdpi_cuda_place place;
     int is_left;          // 1: the watchdog hangs and uses this block; do not call CUDA
-    int64_t patience_ns;  // the time left to close all comms together
+    int64_t patience_ns;  // time left for the close handshakes of all comms together
     uint32_t issue;       // lock: one thread at a time calls NCCL
     uint32_t lock;        // guards comms and registrations
     uint32_t flight_lock; // guards entries of `flights`
-    int64_t inside_ns;    // when a thread has begun a call that should only enqueue, or 0
-    int64_t asking_ns;    // when the watchdog has begun to ask CUDA for an event, or 0
+    int64_t inside_ns;    // start of a call that should only enqueue, or 0
+    int64_t asking_ns;    // start of the watchdog's query of an event, or 0
     fsdpi_nccl_comm *comms;
     fsdpi_nccl_registration *registrations;
     fsdpi_flight *flights;   // [FSDPI_NCCL_WORKS]
-    uint64_t issued, looked; // flights so far; those before `looked` are done
+    uint64_t issued, looked; // operations so far; all before number `looked` are done
     pthread_t watchdog, monitor;
     int num_threads;
     uint32_t stop, changed, gone; // changed: both threads sleep on it; gone: the watchdog has ended
@@ -214,23 +214,22 @@ struct fsdpi_nccl_comm {
     fsdpi_nccl_comm *next;
     ncclComm_t nccl;
     cudaStream_t stream; // for calls without one
-    uint64_t seq, done;  // operations so far; those that are done
-    int64_t idle_ns;     // when the last one was seen done
-    int64_t error_ns;    // when NCCL first reported an error, or 0
-    int64_t left_ns;     // when a member was first seen to have left, or 0
+    uint64_t seq, done;  // number of operations so far; of the last one that is done
+    int64_t idle_ns;     // time at which the last one was found done
+    int64_t error_ns;    // time of NCCL's first error, or 0
+    int64_t left_ns;     // time at which a member was first found to have left, or 0
     void *made_by;       // the call that made the communicator
-    int64_t bytes;       // of the device, when it was made
-    int has_told;        // 1: of its registrations has been told
+    int64_t bytes;       // device memory that the communicator took
+    int has_told;        // > 0: the result of its first registration has been logged
     uint32_t is_cold;    // 1: its ranks are connecting
-    // To compare the calls of members: device memory for this rank's record and for all records,
-    // and the host's copy of all records.
+    // To compare the calls of members: device memory for this rank's signature and for all
+    // signatures, and the host's copy of all signatures.
     fsdpi_signature *records, *shown;
     fsdpi_flight *showing; // the operation that brings them
 };
 
 /* -------------------------------------------------------------------------------------------- */
-// >>nccl_fail
-// Owns: texts and statuses of failures.
+// Texts and statuses of failures.
 
 static fsdpi_nccl_comm *fsdpi_nccl_of(fsdpi_comm *base) { return (fsdpi_nccl_comm *)(void *)base; }
 
@@ -244,7 +243,7 @@ static int fsdpi_nccl_failed(const fsdpi_nccl_world *w) {
     return w->base.base.failed && FSDPI_LOAD(w->base.base.failed);
 }
 
-// A failed call of NCCL. Its last line of warning says more than its code.
+// Adds a failed call of NCCL, with NCCL's last warning, which says more than its code.
 static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what) {
     const char *more = ncclGetLastError(NULL);
     fsdpi_text_add(t, "[E820] %s: NCCL error %d (%s)", what, (int)result,
@@ -253,7 +252,8 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
     fsdpi_text_add(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
-// Of a connection that broke NCCL says no more than that: it may be a rank that has died or left.
+// Returns 1 if the result may stand for a broken connection, which does not name the rank that has
+// died or left.
 static int fsdpi_nccl_is_anonymous(ncclResult_t result) {
     return result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError;
 }
@@ -269,7 +269,7 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
     if (result == ncclSuccess) return FSDP_OK;
     if (fsdpi_nccl_is_anonymous(result))
         left = fsdpi_store_world_await_cause(&c->base, -1, FSDPI_STORE_CAUSE_NS);
-    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // it is why
+    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // the cause of the result
     if (left >= 0) {
         fsdpi_nccl_say_left(&t, c, left);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", text);
@@ -293,8 +293,9 @@ static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char
     return fsdpi_comm_fail(&c->base, status, "%s", text);
 }
 
-/* With NCCL_COMM_BLOCKING=0 a communicator is non-blocking: a call may return while it is in
-   progress, and no other call is allowed until it has ended. */
+/* Waits for a call in progress, and returns its result. With NCCL_COMM_BLOCKING=0 a communicator is
+   non-blocking: a call may return while it is in progress, and no other call is allowed until it
+   has ended. */
 static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, ncclComm_t nccl) {
     int64_t start = fsdpi_boot_now(c->base.boot);
     while (result == ncclInProgress) {
@@ -309,10 +310,9 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>nccl_bounded
-// Owns: calls of NCCL that may wait for other ranks. Each runs in a thread of its own, and the
-// caller waits until a deadline. Then the thread and its communicators are left alone, since NCCL
-// cannot end such a call.
+// Calls of NCCL that may wait for other ranks. Each runs in its own thread, and the caller waits
+// until a deadline. Then the thread and its communicators are abandoned, since NCCL cannot end such
+// a call.
 
 enum {
     FSDPI_NCCL_NONE,
@@ -338,13 +338,14 @@ typedef struct fsdpi_nccl_call {
     char name[64];
     ncclResult_t result;
     pthread_t thread;
-    uint32_t taken; // by the thread that makes it, or by who gives it up: then it is never made
-    uint32_t state; // the caller sleeps on it
+    uint32_t taken; // 1: its thread makes the call, or the caller has abandoned it before
+    uint32_t state; // FSDPI_CALL_*; the caller sleeps on it
 } fsdpi_nccl_call;
 
-enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: its caller has given up
+enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: its caller has abandoned it
 
-// A call whose thread begins late must not be made on a communicator that has ended meanwhile.
+// Claims a call: its thread, to make it, or its caller, to prevent that. A call whose thread begins
+// late must not be made on a communicator that has ended meanwhile.
 static int fsdpi_nccl_call_take(fsdpi_nccl_call *call) {
     return !__atomic_exchange_n(&call->taken, 1u, __ATOMIC_SEQ_CST);
 }
@@ -362,7 +363,7 @@ typedef struct fsdpi_nccl_tail {
     int size;
 } fsdpi_nccl_tail;
 
-// Aborts the first of a list, and the others in a further thread. It returns when all have ended.
+// Aborts the first of a list, and the others in another thread. Returns when all have ended.
 static void *fsdpi_nccl_abort_main(void *arg) {
     const fsdpi_nccl_tail *t = (const fsdpi_nccl_tail *)arg;
     fsdpi_pin_library();
@@ -376,8 +377,8 @@ static void *fsdpi_nccl_abort_main(void *arg) {
     return NULL;
 }
 
-/* Communicators may wait for each other when they end: so one group aborts all. Before NCCL 2.22 a
-   group cannot abort, and each one gets a thread. The results do not count. */
+/* Aborts communicators. They may wait for each other: so one group aborts all. Before NCCL 2.22 a
+   group cannot abort, and each communicator gets a thread. Results are ignored. */
 static void fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
     fsdpi_nccl_tail all = {call->list, call->size};
     if (!call->is_grouped) {
@@ -398,7 +399,7 @@ static ncclResult_t fsdpi_nccl_call_forget(const fsdpi_nccl_call *call) {
 }
 #endif
 
-// A thread that was left alone may use its block after the world and its allocator have ended.
+// An abandoned thread may use its block after the world and its allocator have ended.
 static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free, NULL};
 
 static void *fsdpi_nccl_call_main(void *arg) {
@@ -455,7 +456,8 @@ static int fsdpi_nccl_call_start(fsdpi_nccl_call *call) {
     return !pthread_create(&call->thread, NULL, fsdpi_nccl_call_main, call);
 }
 
-// 1: the call has returned. `stop`: NULL, or a world whose failure ends the wait.
+// Waits for a call. Returns 1 if it has returned. `stop`: NULL, or a world whose failure ends the
+// wait.
 static int fsdpi_nccl_call_wait(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
                                 fsdpi_nccl_world *stop) {
     int64_t start = fsdpi_boot_now(boot);
@@ -467,7 +469,8 @@ static int fsdpi_nccl_call_wait(fsdpi_nccl_call *call, const fsdp_boot *boot, in
     return 1;
 }
 
-// Joins the thread; or leaves it alone with its block, and sets *call to NULL.
+// Joins the thread of a call that has returned; otherwise abandons thread and block, and sets *call
+// to NULL.
 static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
     pthread_t thread = (*call)->thread;
     if (__atomic_exchange_n(&(*call)->state, FSDPI_CALL_LEFT, __ATOMIC_SEQ_CST)) {
@@ -478,7 +481,8 @@ static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
     *call = NULL;
 }
 
-// A call that this rank makes alone. 1: it has returned; 0: thread and block are left alone.
+// Makes a call without other ranks. Returns 1, and frees the block, if the call has returned; 0 if
+// thread and block are abandoned.
 static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
                               fsdpi_nccl_world *stop) {
     if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // there is no thread
@@ -491,8 +495,8 @@ static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int6
     return 1;
 }
 
-/* A call that all members make. If it takes too long, the world ends, and communicators are
-   aborted, which ends most calls. *call is NULL if it was left alone. */
+/* Makes a call together with all members. After the deadline the world fails, and communicators are
+   aborted, which ends most calls. Sets *call to NULL if it was abandoned. */
 static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **call,
                                        const char *what) {
     const fsdp_boot *boot = c->base.boot;
@@ -505,7 +509,7 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
     int is_done = fsdpi_nccl_call_start(*call);
     if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, left, w);
     else (*call)->kind = FSDPI_NCCL_NONE;
-    if (!is_done) (void)fsdpi_nccl_call_take(*call); // before the lock goes: then others end comms
+    if (!is_done) (void)fsdpi_nccl_call_take(*call); // before another thread can abort comms
     if (takes) fsdpi_unlock(&w->issue);
     if ((*call)->kind == FSDPI_NCCL_NONE)
         return fsdpi_comm_fail(
@@ -534,15 +538,14 @@ static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind)
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>nccl_watch
-// Owns: operations under way, and the thread that polls them. The enqueuing thread
-// writes an entry, and then `issued`. Only the watchdog marks it done.
+// The list of issued operations, and the thread that polls them. The enqueuing thread writes an
+// entry, and then `issued`. Only the watchdog marks it done.
 
 static fsdpi_flight *fsdpi_nccl_work(fsdpi_nccl_world *w, uint64_t number) {
     return &w->flights[number % FSDPI_NCCL_WORKS];
 }
 
-// Has an event happened? It holds no lock, as CUDA may hang.
+// Returns 1 if an event has happened; *e: an error, or success. Holds no lock, as CUDA may hang.
 static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_t *e) {
     __atomic_store_n(&w->asking_ns, fsdpi_boot_now(fsdpi_nccl_boot(w)), __ATOMIC_RELEASE);
     *e = cudaEventQuery(event);
@@ -554,7 +557,7 @@ static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_
 }
 
 static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
-    if (f->comm) { // else the comm was closed meanwhile
+    if (f->comm) { // NULL if the comm was closed meanwhile
         if (f->comm_seq > f->comm->done) f->comm->done = f->comm_seq; // not in order
         f->comm->idle_ns = now;
     }
@@ -562,7 +565,7 @@ static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
     FSDPI_STORE(&f->state, FSDPI_NCCL_WORK_DONE);
 }
 
-// The comm of an operation, if this is the comm's oldest one.
+// Returns the comm of an operation if it is the comm's oldest one that is not done, otherwise NULL.
 static fsdpi_nccl_comm *fsdpi_nccl_waits(const fsdpi_flight *f) {
     return f->comm && f->comm->done + 1 == f->comm_seq ? f->comm : NULL;
 }
@@ -574,7 +577,8 @@ static int fsdpi_nccl_is_late(const fsdpi_flight *f, int64_t now) {
     return now - since > c->base.boot->timeout_ns;
 }
 
-// This rank's operation, or that on one comm: the oldest one that is not done, else the last one.
+// Returns 1 if an operation is not done. *out: the oldest such operation, otherwise the last one;
+// on: only operations of this comm count.
 static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdpi_signature *out) {
     int is_busy = 0;
     memset(out, 0, sizeof *out);
@@ -591,7 +595,7 @@ static int fsdpi_nccl_doing(fsdpi_nccl_world *w, const fsdpi_nccl_comm *on, fsdp
     return is_busy;
 }
 
-// Called by the store's thread: a beat says for what this rank waits.
+// Fills a beat with this rank's operation. The store's thread calls it.
 static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
     fsdpi_signature record;
@@ -609,7 +613,7 @@ static void fsdpi_nccl_wake(void *user) {
     fsdpi_futex_wake_all(&w->changed, 0);
 }
 
-// What a late rank shows to the others: its operation on a comm.
+// The operation on a comm that a rank shows to the other members after a deadline.
 typedef struct fsdpi_nccl_shown {
     uint64_t comm_seq, has_begun; // has_begun: earlier work on the device is done
     fsdpi_signature record;
@@ -620,15 +624,15 @@ static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c,
                    (int)c->base.ranks[k]);
 }
 
-// What the members have shown of an operation that is late.
+// The members' states of an operation that is not done at its deadline.
 typedef struct fsdpi_nccl_lateness {
-    uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // not come; its device has not
+    uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // not enqueued; not begun by its device
     int num_absent, num_busy, who; // who: a member with another call, or -1
-    fsdpi_signature other;         // that call
+    fsdpi_signature other;         // the signature of that call
 } fsdpi_nccl_lateness;
 
-/* Reads the operations of the other members. Members that wait in the same one have shown it by
-   now, or will do so soon, as their deadlines are equal. */
+/* Shows this rank's operation, and reads those of the other members. Members that wait in the same
+   operation show it at about the same time, as their deadlines are equal. */
 static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
                                     fsdpi_nccl_lateness *late) {
     fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
@@ -658,7 +662,7 @@ static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *
     }
 }
 
-// An operation is not done in time: which rank is to blame?
+// Fails the world because an operation is not done in time. The text names the ranks to blame.
 static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_begun) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
@@ -698,7 +702,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
                            reason);
 }
 
-// Member k has shut down, and so an operation cannot end.
+// Fails the world because member k has shut down, so that an operation cannot end.
 static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_signature *record) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
@@ -707,7 +711,8 @@ static void fsdpi_nccl_tell_left(fsdpi_nccl_comm *c, int k, const fsdpi_signatur
     fsdpi_store_world_tell(&c->base, FSDP_ERR_PEER_LOST, subject, reason);
 }
 
-// Has a member shut down, so that this operation cannot end? Its earlier data have time to arrive.
+// Returns 1, and fails the world, if a member has shut down, so that this operation cannot end. The
+// member's earlier data have FSDPI_NCCL_LEFT_NS to arrive.
 static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
     int k = fsdpi_store_world_cause(&c->base, -1, now);
     if (k < 0) return 0;
@@ -725,9 +730,9 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     if (FSDPI_LOAD(&f->state) != FSDPI_NCCL_WORK_ISSUED) return FSDPI_LOOK_DONE;
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // the poll may have taken long
-    fsdpi_lock(&w->lock);                             // no comm is closed meanwhile
+    fsdpi_lock(&w->lock);                             // keeps comms from being closed
     if (is_done && (FSDPI_LOAD(&w->aborting) || FSDPI_LOAD(&w->stop)))
-        f->ended_ns = NULL; // an abort may have ended it; the record may be closed
+        f->ended_ns = NULL; // an abort may have ended it; its flight record may be closed
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -751,7 +756,7 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     return result;
 }
 
-// Polls all operations under way. Returns 1 if there are any.
+// Polls all outstanding operations. Returns 1 if there are any.
 static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     int is_busy = 0, result = FSDPI_LOOK_DONE;
@@ -764,8 +769,9 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-/* NCCL reports an error of a comm. If a member has left, its data will not come any more: the
-   operation under way has lost it, and a comm without one has lost nothing. */
+/* Handles an error that NCCL reports for a comm. If a member has left, its data will not arrive: an
+   outstanding operation fails, and a comm without one has lost nothing. Otherwise fails the world
+   with NCCL's error, if the store does not find a cause in time. */
 static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     char reason[FSDPI_REASON];
@@ -785,8 +791,8 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
 }
 
 /* Asks NCCL for asynchronous errors: a connection that broke, a peer that aborted. Returns 1 if
-   there is an error. It asks only if no other thread calls NCCL, because to ask may complete a call
-   in progress. */
+   there is an error. It asks only while no other thread calls NCCL, because the query may complete
+   a call in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     int any = 0;
     if (!fsdpi_try_lock(&w->issue)) return 0;
@@ -803,7 +809,7 @@ static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     return any;
 }
 
-// Looks for calls that should return at once, and do not.
+// Fails the world if a call that should return at once has not returned in time.
 static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)), limit = fsdpi_nccl_boot(w)->timeout_ns;
     int64_t inside = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE),
@@ -837,7 +843,7 @@ static void fsdpi_nccl_say_work(fsdpi_text *t, const fsdpi_flight *f, int64_t no
     fsdpi_text_add(t, ", for %.3f s", (double)(now - f->record.since_ns) * 1e-9);
 }
 
-// The world has failed: logs operations that are not done.
+// Logs operations that are not done, after a failure.
 static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
@@ -856,8 +862,8 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     fsdpi_unlock(&w->flight_lock);
 }
 
-/* Takes the lock `issue`. It waits only a moment for a thread that is inside NCCL, which may hang:
-   but a communicator must not be aborted while it is used. */
+/* Takes the lock `issue`, as a communicator must not be aborted while it is used. Waits at most
+   FSDPI_NCCL_ABORT_NS for a thread inside NCCL, which may hang. Returns 0 if it has no lock. */
 static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int locked = fsdpi_try_lock(&w->issue);
@@ -871,7 +877,7 @@ static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
 // Aborts all communicators in one group, since they may wait for each other.
 static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     int num = 0;
-    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // later ends do not count
+    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // operations that end later are not done
     int locked = fsdpi_nccl_try_issue(w);
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
@@ -890,7 +896,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     }
     if (!list) fsdpi_free(&fsdpi_nccl_heap, call);
     else if (fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w), FSDPI_NCCL_ABORT_NS, NULL))
-        fsdpi_free(&fsdpi_nccl_heap, list); // else it is the thread's
+        fsdpi_free(&fsdpi_nccl_heap, list); // an abandoned thread still uses it
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
 }
@@ -900,7 +906,7 @@ static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_pin_library();
     (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    (void)cudaThreadExchangeStreamCaptureMode(&mode); // to poll an event must not end a capture
+    (void)cudaThreadExchangeStreamCaptureMode(&mode); // a poll must not end a capture
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         int is_busy = fsdpi_nccl_look_all(w);
@@ -929,7 +935,7 @@ static void *fsdpi_nccl_monitor(void *arg) {
     return NULL;
 }
 
-/* Ends both threads. 0: the watchdog still hangs inside CUDA, and is left alone with the memory
+/* Ends both threads. Returns 0 if the watchdog hangs inside CUDA: it is abandoned with the memory
    that it uses. */
 static int fsdpi_nccl_stop(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
@@ -949,15 +955,14 @@ static int fsdpi_nccl_stop(fsdpi_nccl_world *w) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>nccl_run
-// Owns: collectives as groups of NCCL.
+// Collectives as groups of NCCL.
 
 static ncclDataType_t fsdpi_nccl_dtype(int dtype) {
     switch (dtype) {
     case FSDP_F32: return ncclFloat32;
     case FSDP_F64: return ncclFloat64;
     case FSDP_F16: return ncclFloat16;
-    case FSDP_BF16: return (ncclDataType_t)9; // ncclBfloat16: older headers keep it from C
+    case FSDP_BF16: return (ncclDataType_t)9; // ncclBfloat16, which older headers hide from C
     case FSDP_I32: return ncclInt32;
     case FSDP_I64: return ncclInt64;
     case FSDP_I16: return ncclFloat16; // it is moved, never summed
@@ -986,8 +991,8 @@ static ncclResult_t fsdpi_nccl_all_to_all(const fsdpi_nccl_comm *c, const fsdp_c
 }
 
 #if NCCL_VERSION_CODE >= 23102
-/* What NCCL tells profilers of a collective: the kind in the highest byte, then the last seven
-   characters of the unit's name. */
+/* Returns the tag of a collective for NCCL's profilers: the kind in the highest byte, then the last
+   seven characters of the unit's name. */
 static uint64_t fsdpi_nccl_tag(const fsdp_coll *op) {
     const size_t length = op->what ? strlen(op->what) : 0;
     uint64_t tag = 0;
@@ -997,7 +1002,7 @@ static uint64_t fsdpi_nccl_tag(const fsdp_coll *op) {
 }
 #endif
 
-// One segment of a gather or scatter.
+// Enqueues one segment of a gather or scatter.
 static ncclResult_t fsdpi_nccl_segment(const fsdpi_nccl_comm *c, const fsdp_coll *op,
                                        const fsdp_seg *seg, cudaStream_t stream,
                                        const fsdpi_nccl_how *how) {
@@ -1015,7 +1020,7 @@ static ncclResult_t fsdpi_nccl_segment(const fsdpi_nccl_comm *c, const fsdp_coll
     return FSDPI_NCCL_RUN(ncclAllGather, how, src, dst, count, type, c->nccl, stream);
 }
 
-// Beside the collectives: a send to and a recv from one peer at the same time.
+// A further kind: a send to a peer and a recv from it, at the same time.
 enum { FSDPI_NCCL_SWAP = FSDP_OP_COUNT };
 
 static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_coll *op,
@@ -1046,8 +1051,8 @@ static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_co
     }
 }
 
-/* Says once what NCCL has made of the first registration. It tells whether it registers; it does
-   not tell whether it then runs gathers by copy engines. NCCL before 2.19 registers nothing. */
+/* Logs once whether NCCL has accepted the first registration. NCCL does not report whether it then
+   runs gathers by copy engines. NCCL before 2.19 registers nothing. */
 static FSDPI_UNUSED void fsdpi_nccl_tell_path(fsdpi_nccl_comm *c, const void *handle) {
     const fsdp_boot *boot = c->base.boot;
     char text[FSDPI_REASON];
@@ -1068,7 +1073,7 @@ static FSDPI_UNUSED void fsdpi_nccl_tell_path(fsdpi_nccl_comm *c, const void *ha
 }
 
 /* Registers the allocation of p with this communicator, in the first collective that uses it. All
-   members do so in the same collective, since they run the same operations. */
+   members do so in the same collective, since they run equal operations. */
 static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #if NCCL_VERSION_CODE >= 21900
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1116,9 +1121,9 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #endif
 }
 
-// Ends a registration, if that is needed. 0: NCCL does not return.
+// Ends a registration, if needed. Returns 0 if NCCL does not return.
 static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registration *r) {
-    if (!r->handle || !r->comm->nccl) return 1; // an aborted communicator has forgotten it
+    if (!r->handle || !r->comm->nccl) return 1; // the abort of a communicator ends registrations
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_FORGET);
     if (!call) return 1;
     call->parent = r->comm->nccl;
@@ -1129,7 +1134,8 @@ static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registrat
 
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
 
-// From now on no memory is freed, since it may be registered. Such a world has ended.
+// Fails the world after a hung deregistration. From now on no memory is freed, since it may still
+// be registered.
 static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
     char reason[200];
     (void)snprintf(reason, sizeof reason,
@@ -1140,9 +1146,9 @@ static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
-/* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
-   for the device: so it does not hold the watchdog's lock. If the device or NCCL hangs once, it
-   stops. */
+/* Ends the registrations of a comm, or (c NULL) of an allocation. NCCL may wait for peers and the
+   device: so this function does not hold the watchdog's lock. If the device or NCCL hangs once, it
+   makes no more calls. */
 static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm *c,
                                       const char *base) {
     fsdpi_nccl_registration *mine = NULL, *r;
@@ -1169,7 +1175,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->issue);
 }
 
-// The next entry of the list of operations. It waits until the entry's old operation is done.
+// Returns the next entry of the list of operations, once the entry's old operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_WORKS) {
@@ -1194,7 +1200,8 @@ static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, const fsdp_coll *op, fsdpi_fl
     fsdpi_unlock(&w->flight_lock);
 }
 
-// A collective cannot be watched on a captured stream, since no other stream may use its events.
+// Fails if the stream is being captured. A collective cannot be watched there, since no other
+// stream may use its events.
 static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stream) {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     fsdp_status status = fsdpi_nccl_cuda(c, cudaStreamIsCapturing(stream, &capture),
@@ -1204,7 +1211,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                             "[E831] collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
-// Makes a group with one operation, in which the thread may hang. *result: that of the group.
+// Makes a group with one operation, in which the thread may hang. *result: the group's result.
 static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                     cudaEvent_t begin, ncclResult_t *result) {
     fsdp_status status = FSDP_OK;
@@ -1246,7 +1253,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     status = fsdpi_nccl_group(c, op, stream, f->begin, &result);
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     if (status) return status;
-    if (FSDPI_LOAD(&w->aborting)) return fsdpi_comm_report(&c->base); // it ended the call
+    if (FSDPI_LOAD(&w->aborting)) return fsdpi_comm_report(&c->base); // an abort ended the call
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;
@@ -1255,7 +1262,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     return FSDP_OK;
 }
 
-// Waits for an operation. If it ends because communicators are aborted, it is not done.
+// Waits for an operation. If it ends because communicators were aborted, it is not done.
 static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     cudaError_t e = cudaSuccess;
@@ -1272,8 +1279,8 @@ static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
                            "not end, or raise FSDP_TIMEOUT_MS");
 }
 
-/* Brings the records of all members, or of one peer, to c->shown. The watchdog has the deadline,
-   and names ranks that have not come. */
+/* Copies the signatures of all members, or of one peer, to c->shown. The watchdog watches the
+   deadline, and names missing ranks. */
 static fsdp_status fsdpi_nccl_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1314,7 +1321,8 @@ static fsdp_status fsdpi_nccl_hear(fsdpi_comm *base, const fsdp_coll *op) {
     return fsdpi_nccl_cuda(c, e, "copying records");
 }
 
-// A collective without elements does nothing, and does not wait for peers.
+// Enqueues a collective; without a stream also waits for it. A collective without elements does
+// nothing, and does not wait for peers.
 static fsdp_status fsdpi_nccl_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1331,19 +1339,18 @@ static fsdp_status fsdpi_nccl_move(fsdpi_comm *base, const fsdp_coll *op, const 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>nccl_open
-// Owns: how communicators are made and end, and memory.
+// Opening and closing of communicators, and memory.
 
 static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call *call,
                                       const char *name, int gathers) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     (void)snprintf(call->name, sizeof call->name, "fsdp.%s", name);
 #if NCCL_VERSION_CODE >= 22703
-    config.commName = call->name; // NCCL's own logs and tools show it
+    config.commName = call->name; // for NCCL's logs and tools
 #endif
 #if NCCL_VERSION_CODE >= 22803
     if (w->registers == 2 && gathers && w->version >= 22803 && !FSDPI_NCCL_CONFIGURES(w->version))
-        config.CTAPolicy = NCCL_CTA_POLICY_ZERO; // else each gather asks for it
+        config.CTAPolicy = NCCL_CTA_POLICY_ZERO; // from 2.31 on each gather asks for it
 #endif
 #if NCCL_VERSION_CODE >= 23102
     if (FSDPI_NCCL_CONFIGURES(w->version) && !fsdpi_env(FSDPI_NCCL_ORDER))
@@ -1353,10 +1360,10 @@ static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call
     return config;
 }
 
-// Runs a call that makes the communicator of c.
+// Makes a call whose result is the communicator of c.
 static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, const char *what) {
     fsdp_status status = fsdpi_nccl_together(c, &call, what);
-    c->made_by = call; // NCCL may keep the name
+    c->made_by = call; // kept, as NCCL may keep a pointer to its name
     if (call) c->nccl = call->out;
     return status;
 }
@@ -1410,7 +1417,7 @@ static fsdp_status fsdpi_nccl_run_large(fsdpi_nccl_comm *c) {
     return status;
 }
 
-/* The first operations connect the members: it runs them now, and not in the first step. */
+// Runs the first operations, which connect the members, so that the first step does not.
 static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     int64_t start = fsdpi_boot_now(c->base.boot);
@@ -1439,7 +1446,7 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     return FSDP_OK;
 }
 
-// From NCCL 2.29.7 on it tells what a communicator takes of the device.
+// Adds the communicator's device memory to the world's sum. NCCL reports it from 2.29.7 on.
 static void fsdpi_nccl_count_bytes(fsdpi_nccl_comm *c) {
 #if NCCL_VERSION_CODE >= 22907
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1455,7 +1462,7 @@ static void fsdpi_nccl_count_bytes(fsdpi_nccl_comm *c) {
 #endif
 }
 
-// After a communicator was made: memory to compare calls, and the first meeting.
+// Begins the use of a new communicator: makes memory to compare calls, and runs the first meeting.
 static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     size_t members = (size_t)c->base.size;
     void *records = NULL;
@@ -1483,7 +1490,7 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     }
 }
 
-// The key of member k's goodbye; k = size: of member 0's answer.
+// Writes the store key of member k's close message; for k == size, of member 0's reply.
 static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
     (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->base.id, k);
 }
@@ -1495,7 +1502,7 @@ static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
                                  FSDPI_NCCL_PATIENCE_NS);
 }
 
-// Does member k say goodbye before `until`?
+// Returns 1 if member k, or for k == size member 0's reply, agrees to close before `until`.
 static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) {
     fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
     int64_t left = until - fsdpi_boot_now(c->base.boot);
@@ -1505,8 +1512,8 @@ static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) 
     return left > 0 && !fsdpi_store_get(store, key, &says, 1, &bytes, left) && says;
 }
 
-// Member 0 reads all goodbyes, twice, since a member that gives up overwrites its own; then it
-// answers.
+// Runs member 0's side of the close handshake: reads all close messages, twice, since a member that
+// gives up overwrites its message; then replies. Returns 1 if all members close the comm.
 static int fsdpi_nccl_bye_of_all(const fsdpi_nccl_comm *c, int64_t until) {
     int all = 1;
     for (int pass = 0; pass < 2; pass++)
@@ -1522,7 +1529,7 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
     return all;
 }
 
-// Says that this rank closes a comm. 1: all its members close it.
+// Runs the close handshake of a comm. Returns 1 if all its members close it.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
@@ -1533,8 +1540,8 @@ static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     return all;
 }
 
-/* Ends a communicator together with its peers. If they keep it, it is left alone, as NCCL would
-   wait for them, and so are all later ones. In a failed world it has been aborted. */
+/* Ends a communicator together with its peers. If they keep it, it is abandoned, as NCCL would wait
+   for them, and so are all later communicators. In a failed world it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_lock(&w->lock);
@@ -1552,7 +1559,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
         if (fsdpi_nccl_work(w, i)->comm == c) fsdpi_nccl_work(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // it came too late for the monitor
+    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // the monitor has not aborted it
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
                                                      : NULL;
     if (!call) return;
@@ -1568,7 +1575,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
 }
 
 /* After a failure, waits for operations of calls without a stream, which end with their
-   communicators. (The core waits for those on its streams.) */
+   communicators. (The core waits for operations on its streams.) */
 static void fsdpi_nccl_rest(fsdpi_nccl_world *w) {
     if (!fsdpi_nccl_failed(w)) return;
     fsdpi_nccl_await_abort(w);
@@ -1597,7 +1604,7 @@ static void fsdpi_nccl_leave(fsdpi_comm *base) {
     fsdpi_nccl_unregister_all(w, c, NULL);
     fsdpi_nccl_end(c);
     __atomic_sub_fetch(&w->comm_bytes, c->bytes, __ATOMIC_SEQ_CST);
-    // If the world has failed after a copy of records, the copy ends, as the communicator has
+    // If the world has failed after a copy of signatures, the copy ends, as the communicator has
     // ended.
     if (c->records && fsdpi_cuda_idle(base->boot, c->stream, FSDPI_NCCL_ABORT_NS))
         (void)cudaFree(c->records);
@@ -1627,12 +1634,12 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
                                       const fsdp_group *g) {
     fsdpi_nccl_comm *parent = fsdpi_nccl_of(base), *child = fsdpi_nccl_of(base_child);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(parent);
-    fsdpi_nccl_comm none; // a rank in no group takes part, too
+    fsdpi_nccl_comm none; // a rank in no group takes part in the split, too
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
     if (!call) return fsdpi_comm_no_memory(base, "a call of NCCL", sizeof *call);
     memset(&none, 0, sizeof none);
     none.base = *base;
-    if (child) child->base.now.since_ns = base->now.since_ns; // one deadline is for all of a split
+    if (child) child->base.now.since_ns = base->now.since_ns; // one deadline for the whole split
     fsdpi_lock(&w->lock);
     call->parent = parent->nccl;
     fsdpi_unlock(&w->lock);
@@ -1640,8 +1647,8 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         fsdpi_free(&fsdpi_nccl_heap, call);
         return fsdpi_comm_report(base);
     }
-    // NCCL makes a name of the color. So the color has the members, as two groups of one color may
-    // be made at once, and the number of the split.
+    // NCCL derives a name from the color. So the color is made of the first member's rank, as other
+    // groups may be made at the same time, and of the number of the split.
     call->color = g->color < 0
                       ? NCCL_SPLIT_NOCOLOR
                       : (int)(((uint32_t)g->ranks[0] + base->splits * (uint32_t)base->boot->size) &
@@ -1657,7 +1664,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     return fsdpi_nccl_begin(child);
 }
 
-// The program may run with another library than the header's.
+// Checks the version of the library, which may differ from the header's.
 static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     ncclResult_t result = ncclGetVersion(&w->version);
@@ -1708,7 +1715,7 @@ static fsdp_status fsdpi_nccl_make_works(fsdpi_nccl_comm *c) {
     return status ? fsdpi_comm_error(&c->base, status, "%s", w->place.error) : FSDP_OK;
 }
 
-// Rank 0's process has the root of the communicator, to which all others connect.
+// Makes the world's communicator. Rank 0's process has its root, to which all other ranks connect.
 static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     static const char *const key = "nccl/id";
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
@@ -1775,14 +1782,14 @@ static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     return fsdpi_nccl_meet(c);
 }
 
-// Memory of the device. The text of a failure is in place.error.
+// Allocates device memory. The text of a failure is in place.error.
 static fsdp_status fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk *chunk) {
     void *ptr = NULL;
     fsdp_status status = FSDP_OK;
     chunk->at = FSDPI_NCCL_CUDA;
 #if NCCL_VERSION_CODE >= 21900
     if (w->registers && size >= FSDPI_NCCL_LARGE) {
-        // No rank may fall back to cudaMalloc alone: buffers would differ.
+        // No fallback to cudaMalloc: the ranks' buffers would differ.
         ncclResult_t result = ncclMemAlloc(&ptr, size);
         fsdpi_text t = {w->place.error, sizeof w->place.error, 0};
         if (result != ncclSuccess) {
@@ -1812,7 +1819,7 @@ static void fsdpi_nccl_advise(fsdpi_text *t) {
                       "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
 }
 
-// Wakes the watchdog and the monitor.
+// Fails the world, and wakes the watchdog and the monitor.
 static void fsdpi_nccl_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
                             const char *reason) {
     fsdpi_store_world_tell(base, status, subject, reason);
@@ -1829,8 +1836,9 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 
-/* NCCL before 2.31 reads the variable at the first launch. The user's own value stays. The
-   environment must not change while another thread may read it: so this has to be the only one. */
+/* Sets NCCL_LAUNCH_ORDER_IMPLICIT if communicators cannot be configured and this is the only
+   thread. NCCL before 2.31 reads it at the first launch. A user's value stays. The environment must
+   not change while another thread may read it. */
 static void fsdpi_nccl_order_launches(void) {
     struct stat tasks;
 #if NCCL_VERSION_CODE >= 23102
@@ -1843,7 +1851,7 @@ static void fsdpi_nccl_order_launches(void) {
 
 static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdpi_nccl_order_launches();
-    fsdpi_fill_std_fds(); // NCCL and CUDA make their descriptors themselves, at any time
+    fsdpi_fill_std_fds(); // NCCL and CUDA may open descriptors at any time
     return fsdpi_comm_open(&fsdpi_nccl_transport, boot, caps, out);
 }
 

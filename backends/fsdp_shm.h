@@ -1,24 +1,25 @@
 /* fsdp_shm.h - the default backend of fsdp.h: ranks of one Linux host, as processes or as threads
 
-   There is nothing to install or to configure, and it leaves nothing behind. fsdp.h includes it,
-   unless another backend is selected; a program may include it, too.
+   There is nothing to install or to configure, and no files remain. fsdp.h includes it, unless
+   another backend is selected; a program may include it, too.
 
    How it works
    - All ranks see one block of common memory. Threads have it on the heap. Processes have an
      anonymous file (memfd), which rank 0 hands to the others over an abstract unix socket that is
      named from the job's id and the user. Both vanish with the last rank, however it ends; the size
      of /dev/shm does not matter.
-   - In a collective each rank shows what it is about to do and where its buffer is, waits for all,
-     compares, moves data, and waits for all. It reads its peers' memory directly, once.
-   - send and recv are between two ranks: each shows its record to the other one and waits for it,
-     without a barrier. Several pairs of a comm may do so at the same time.
-   - Each process has an arena of its own in the file. It maps a new allocation together with the
-     same place in the arenas of all peers. If ranks allocate alike, no other map is needed. Else a
-     peer's allocation is mapped at its first use.
-   - Sums run in rank order (fsdpi_reduce): they have the same bits on every rank and in every run.
-   - Waits have a deadline, and look every 50 ms for peers that have died: each process holds a lock
-     on its byte of the file, which the kernel drops when the process ends. A later process cannot
-     be mistaken for it, as with a process id. fsdpi_shm_live says what keeps the lock.
+   - In a collective each rank shows its signature and the location of its buffer, waits for all
+     ranks, compares, moves data, and waits for all ranks. It reads its peers' memory directly,
+     once.
+   - send and recv are between two ranks: each shows its signature to the other one and waits for
+     it, without a barrier. Several pairs of a comm may do so at the same time.
+   - Each process has a separate range of the file. It maps a new allocation together with the same
+     offset in the ranges of all peers. If ranks allocate equal sizes in the same order, no other
+     map is needed. Otherwise a peer's allocation is mapped at its first use.
+   - Sums run in rank order (fsdpi_reduce): their bits are equal on every rank and in every run.
+   - Waits have a deadline, and check every 50 ms for peers that have died: each process holds a
+     lock on its byte of the file, which the kernel drops when the process ends. A later process
+     cannot be mistaken for it, as with a process id. fsdpi_shm_live says what keeps the lock.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -36,16 +37,17 @@ extern "C" {
 // clang-format off
 /* fsdp_shm_comm_ops - the table of this backend, named "shm"
    Result      never NULL; static
-   open        boot->threads NULL: a process per rank; else a thread per rank. After a failure
-               error_text(NULL) has the text, for the calling thread
-   split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
-   run         of different comms may be called from different threads of a rank at the same time.
-               Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
-               all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
-               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before this rank
-               shows its record: the comm goes on, and peers that have come wait
-   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
-               What a peer has allocated differently is mapped at its first use; if the process has
+   open        boot->threads NULL: a process per rank; otherwise a thread per rank. After a failure
+               error_text(NULL) returns the text, for the calling thread
+   split       blocks until every rank of the parent has called it; OUT_OF_MEMORY there aborts the
+               world
+   run         different comms may run in different threads of a rank at the same time. Supports
+               all_to_all, send and recv, too. Buffers that peers read (src of gather, scatter,
+               all_to_all and send, dst of other kinds and in place) must come from alloc, unless
+               the comm has one rank. Returns INVALID_ARG and UNSUPPORTED before this rank shows its
+               signature: the comm stays usable, and peers in the call wait
+   alloc       does not wait; reserves real memory, so that its use cannot fail later; zero-filled.
+               An allocation that differs on a peer is mapped at its first use; if the process has
                no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
@@ -63,7 +65,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
-#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_comm.h" // the base of all backends
 #include "fsdp_shm_world.h"
 #include "../src/core/reduce.h"
 

@@ -1,6 +1,7 @@
-/* fsdp_shm_world.h - ranks of one host: common memory, barriers, collectives, and how they meet
+/* fsdp_shm_world.h - ranks of one host: common memory, barriers, collectives, and rendezvous
 
-   How it works: fsdp_shm.h, whose backend this is. fsdp_local.h uses it for the ranks of a host.
+   The implementation of the backend fsdp_shm.h, which says how it works. fsdp_local.h uses it for
+   the ranks of a host.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -9,7 +10,7 @@
 #ifndef FSDPI_BACKENDS_SHM_WORLD_H
 #define FSDPI_BACKENDS_SHM_WORLD_H
 
-#include "fsdp_comm.h" // the base: what all backends do in the same way
+#include "fsdp_comm.h" // the base of all backends
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
 #include "../src/core/alloc.h"
@@ -18,7 +19,7 @@
 #include "../src/core/reduce.h"
 
 #include <errno.h>
-#include <fcntl.h> // fcntl, struct flock: is a process alive?
+#include <fcntl.h> // fcntl, struct flock
 #include <poll.h>  // poll
 #include <stdio.h>
 #include <string.h>
@@ -31,14 +32,14 @@
 
 extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
-#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep until a look for aborts and dead peers
-#define FSDPI_SHM_SPIN_NS   50000    // longest spin before a sleep: about what waking a core costs
+#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep between checks for aborts and dead peers
+#define FSDPI_SHM_SPIN_NS   50000    // longest spin before a sleep: about the cost of waking a core
 #define FSDPI_SHM_SPINS     512      // most turns of a spin, even if the clock stands still
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
 #define FSDPI_SHM_PIECE     65536    // bytes at a time: peers read them next, from the caches
-#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // copies of so many bytes go around the caches
-#define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
-#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; before: groups
+#define FSDPI_SHM_STREAM    ((size_t)192 << 10) // bytes from which on a copy bypasses the caches
+#define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of this many bytes
+#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before it
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
 #define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // most bytes of one allocation, over all ranks
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
@@ -51,12 +52,12 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 // One rank in a group; whole cache lines.
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
-    uint32_t arrived; // number of the last barrier this rank has come to
+    uint32_t arrived; // number of the last barrier at which this rank has arrived
     uint32_t pad0[15 - sizeof(fsdpi_signature) / 4 % 16];
     // send and recv
     uint64_t call;         // the last call: its number, and in the low half the other member
     uint32_t done;         // number of the last call that this rank has finished
-    uint32_t bell, asleep; // rung by another member; 1: this rank sleeps on it
+    uint32_t bell, asleep; // incremented by another member; 1: this rank sleeps on it
     uint32_t closed;       // 1: it has left the group
     uint32_t pad1[10];
 } fsdpi_shm_place;
@@ -75,11 +76,11 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: a block of the heap that peers use, too, from FSDPI_ALIGN bytes after its begin on.
+// Threads: a block of the heap that peers use, too, from FSDPI_ALIGN bytes after its start on.
 typedef struct fsdpi_shm_block {
     struct fsdpi_shm_block *next;
-    fsdp_allocator allocator; // has made it, and frees it when the last user gives it back
-    int users;                // ranks that have to give it back
+    fsdp_allocator allocator; // frees the block, for the last user
+    int users;                // number of ranks that have not released it
 } fsdpi_shm_block;
 typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
 
@@ -95,7 +96,7 @@ typedef struct fsdpi_shm_control {
     uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
-    uint32_t failed; // 1: a rank is writing the verdict, 2: it is written
+    uint32_t failed; // 1: a rank is writing `verdict`, 2: it is written
     fsdpi_failure verdict;
     // threads
     fsdpi_shm_block *blocks;
@@ -104,16 +105,16 @@ typedef struct fsdpi_shm_control {
     int32_t first;                  // the first world rank of the block
 } fsdpi_shm_control;
 
-/* If the world is a part of another one (fsdp_local.h), it has only some ranks of it: boot has rank
-   and size of the whole, and the world's comm has the ranks that are here. */
+/* If the world is the local part of another one (fsdp_local.h), boot has rank and size of the whole
+   world, and the world's comm has the local ranks. */
 typedef struct fsdpi_shm_world {
     fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd;                 // -1: threads
-    int members;            // ranks that are here
-    int crowded;            // there are fewer cores than ranks
-    uint64_t inode, device; // of the common file: the program may have closed fd
+    int members;            // number of local ranks
+    int crowded;            // 1: there are fewer cores than ranks
+    uint64_t inode, device; // identify the common file: the program may have closed fd
     void *life;             // a mapping that keeps this rank's lock; NULL: the process keeps it
     int joined;
     size_t page;
@@ -127,10 +128,10 @@ typedef struct fsdpi_shm_comm {
     fsdpi_comm base;
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
-    uint64_t block; // place of the group's block
+    uint64_t block; // file offset of the group's block; threads: its address
     uint32_t barrier, waits;
-    int64_t spin_ns;        // how long to spin before a sleep
-    const int64_t *since;   // when the deadline of waits began; NULL: each wait has its own
+    int64_t spin_ns;        // duration of the spin before a sleep
+    const int64_t *since;   // start of the timeout of waits; NULL: each wait has a separate one
     uint32_t calls;         // number of sends and recvs so far
     uint32_t theirs;        // number of the other member's call for this rank; 0: not yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
@@ -147,18 +148,17 @@ static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_fail
-// Owns: the verdict, in common memory. The first rank that fails writes it. From then on every wait
-// ends, and every call returns its status.
+// The failure, in common memory. The first rank that fails writes it. From then on every wait ends,
+// and every call returns its status.
 
-// What a rank of the world does: it shows why the rank has not come.
+// Reads the operation of a rank of the world. Always returns 1.
 static int fsdpi_shm_ask(fsdpi_comm *base, int rank, fsdpi_peer *out) {
     const fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     int64_t since_ns;
     memset(out, 0, sizeof *out);
     out->silent_ns = -1;
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) return 1;
-    out->state = FSDPI_PEER_JOINED; // also if it has left: then its last operation counts
+    out->state = FSDPI_PEER_JOINED; // also if it has left: its last operation is of interest
     out->busy = fsdpi_activity_read(&peer->trace, out->text, sizeof out->text, &since_ns);
     out->since_ns = fsdpi_boot_now(base->boot) - since_ns;
     return 1;
@@ -179,7 +179,7 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
         fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
         FSDPI_STORE(&w->control->failed, 2u);
     }
-    // Ranks that sleep in other groups see it after at most FSDPI_SHM_SLICE_NS.
+    // Ranks that sleep in other groups see the failure after at most FSDPI_SHM_SLICE_NS.
     fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
     if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
@@ -199,19 +199,19 @@ static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_wait
-// Owns: barriers, and what ends a wait: all have come, the world has failed, a peer has ended, or
-// the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
+// Barriers and waits. A wait ends when all ranks have arrived, the world has failed, a peer has
+// ended, or the deadline has passed. Numbers of barriers and calls, and counts, are compared modulo
+// 2^32.
 
-// The number of the other member's send or recv for this rank; 0: it has not come yet. The other
-// member stays in that call until this rank has finished, too.
+// Returns the number of the other member's send or recv for this rank; 0: it has not begun one. The
+// other member stays in that call until this rank has finished, too.
 static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
     uint64_t call = FSDPI_LOAD(&other->call);
     uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
     return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
 }
 
-// Is the wait over? This rank waits for its last barrier, or for the other member of a pair.
+// Returns 1 if this rank's wait is over: for its last barrier, or for the other member of a pair.
 static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
     if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
     if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
@@ -228,9 +228,10 @@ static struct flock fsdpi_shm_byte(int rank) {
     return lock;
 }
 
-/* Locks this rank's byte. The lock belongs to an open file of its own, which only a mapping keeps.
-   So it does not end if the program closes descriptors, and children that live longer do not keep
-   it. Without /proc the process has the lock, and loses it if it closes any descriptor of it. */
+/* Locks this rank's byte of the common file. The lock belongs to a separate open file, which only a
+   mapping keeps open. So it does not end if the program closes descriptors, and children that live
+   longer do not keep it. Without /proc the process has the lock, and loses it if it closes any
+   descriptor of the file. */
 static int fsdpi_shm_live(fsdpi_shm_world *w) {
     struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     char path[40];
@@ -246,13 +247,14 @@ static int fsdpi_shm_live(fsdpi_shm_world *w) {
     return kept || !fcntl(w->fd, F_SETLK, &lock);
 }
 
-// Has the process of a rank ended without close? Then its byte is not locked any more.
+// Returns 1 if the process of a rank has ended without close: then its byte is no longer locked.
 static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     struct flock lock = fsdpi_shm_byte(rank);
     return fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// Is w->fd still the common file? If the program has closed it, the number may be another file's.
+// Returns 1 if w->fd is still the common file. If the program has closed it, the number may belong
+// to another file.
 static int fsdpi_shm_has_file(const fsdpi_shm_world *w) {
     struct stat now;
     return w->fd >= 0 && !fstat(w->fd, &now) && (uint64_t)now.st_dev == w->device &&
@@ -276,10 +278,10 @@ static fsdp_status fsdpi_shm_closed(fsdpi_shm_comm *c) {
                            fsdpi_shm_world_of(c)->fd);
 }
 
-// OK as long as the ranks that this rank waits for live, or have not joined yet. `thorough`: it
-// also asks the kernel.
+// Fails if the world has failed, or if a rank for which this rank waits has left or died. thorough:
+// also asks the kernel for dead processes.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
-    // There is a verdict in common memory, and the world of c does not have it yet.
+    // The world of c may not know the failure in common memory yet.
     if (FSDPI_LOAD(&fsdpi_shm_world_of(c)->control->failed)) {
         c->base.world->transport->tell(&c->base, FSDP_ERR_ABORTED, "", "");
         return fsdpi_comm_report(&c->base);
@@ -293,7 +295,7 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
-        // It may have opened the barrier just now, and then ended. A rank that closes says so
+        // The peer may have opened the barrier before it ended. A rank that closes sets its state
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         uint32_t has_closed = FSDPI_LOAD(&c->places[k].closed);
@@ -309,20 +311,21 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     return FSDP_OK;
 }
 
-// Does this rank wait for member k?
+// Returns 1 if this rank waits for member k.
 static int fsdpi_shm_lacks(const fsdpi_shm_comm *c, int k) {
     return c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
                     : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
 }
 
-// Shows the others for whom this rank waits.
+// Publishes the first rank for which this rank waits; waits 0: none.
 static void fsdpi_shm_show_wait(const fsdpi_shm_comm *c, int waits) {
     int k = 0;
     while (waits && k < c->base.size && !fsdpi_shm_lacks(c, k)) k++;
     fsdpi_trace_wait(c->base.world->trace, waits && k < c->base.size ? (int)c->base.ranks[k] : -1);
 }
 
-// The deadline has passed: the text names missing ranks. OK if all have come just now.
+// Fails the world after the deadline; the text names missing ranks. Returns FSDP_OK if all ranks
+// have just arrived.
 static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
@@ -351,9 +354,9 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
         fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
-/* Spins before a sleep: a shorter time after each spin that was in vain, and the full time now and
-   then. If ranks share cores, each turn yields the core to another thread. To let the core sleep
-   and wake it costs five times as much. */
+/* Spins before a sleep, and returns 1 if the wait is over. A spin without success makes the next
+   one shorter; every 64th has the full time. If ranks share cores, each turn yields the core to
+   another thread: to let the core sleep and wake it costs five times as much. */
 static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     const fsdp_boot *boot = &w->base.boot;
@@ -370,7 +373,8 @@ static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     return 0;
 }
 
-// verb: what missing ranks have not done, for the text.
+// Waits until the barrier is open, or the pair's other member has arrived. verb: the participle in
+// the text "rank 1 has not VERB".
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -402,18 +406,17 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_memory
-// Owns: memory that peers may read, and its place in this process. Invariants: a part has real
-// memory before a rank can touch it. No part of the file is used twice: so new memory is zero, a
-// late reader sees no new data, and a place in the file names one allocation for ever. Memory that
-// is freed after a failure stays readable, since a peer may not have seen the failure yet.
+// Memory that peers may read, and its address in this process. Invariants: a range has real memory
+// before a rank can touch it. No range of the file is used twice: so new memory is zero, a late
+// reader sees no new data, and a file offset identifies one allocation forever. Memory that is
+// freed after a failure stays readable, since a peer may not have seen the failure yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     if (!fsdpi_shm_has_file(w)) return;
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
 }
 
-/* Gives a range of the file real memory, in steps. Before each step it checks how much is left: all
+/* Gives a range of the file real memory, in steps. Checks the free memory before each step: all
    ranks allocate at the same time, and the kernel would kill processes instead of refusing. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
@@ -443,8 +446,8 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block that `users` ranks have to give back. Under the lock, so that the check of what
-   is left counts the blocks of the others. */
+/* Threads: allocates a block that `users` ranks must release. Holds the lock, so that the check of
+   free memory counts the blocks of other ranks. */
 static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
     fsdpi_shm_block *block = NULL;
@@ -461,7 +464,7 @@ static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
-// The last user frees the block; after a failure the last rank that closes does.
+// Releases a block. The last user frees it; after a failure the last rank that closes does.
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->base.boot.threads->lock);
@@ -475,13 +478,13 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
-// The place of a rank's part in the file. Each rank has an arena of its own: ranks of other groups
-// may allocate differently.
+// Returns the file offset of a rank's allocation. Each rank has a separate range of the file, as
+// ranks of other groups may allocate differently.
 static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
     return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
-// Maps the parts of all ranks that are here, one after another, into this process.
+// Maps the allocations of all local ranks, one after another, into this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
@@ -508,8 +511,8 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 
-/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
-   freed allocations do not make their mappings grow. */
+/* Returns the lowest number that no allocation of this rank has. Peers keep one mapping for each
+   number, so freed allocations do not make the number of mappings grow. */
 static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     uint64_t number = 0;
     for (int i = 0; i < chunks->count; i++)
@@ -517,7 +520,7 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     return number;
 }
 
-// Takes an allocation. beside: those that this rank has.
+// Takes an allocation. `beside` lists this rank's existing allocations, whose numbers are in use.
 static fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base, const fsdpi_chunks *beside,
                                          fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
@@ -569,8 +572,9 @@ static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
     remote->base = NULL;
 }
 
-/* The place of a peer's allocation in this process. It is mapped at the first use. If another one
-   had its number before, that one is free and no rank uses it: else the world would have failed. */
+/* Returns the address of a peer's allocation in this process; NULL: no memory. Maps it at the first
+   use. An earlier allocation with this number is free, and no rank uses it: the world would have
+   failed otherwise. */
 static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
                                   uint64_t number) {
     char *base = NULL;
@@ -588,16 +592,15 @@ static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, siz
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_run
-// Owns: collectives. Between the two barriers of an operation every rank may read the buffers that
-// its peers have shown. It writes only its own memory, and only parts that no peer reads in the
+// Collectives. Between the two barriers of an operation every rank may read the buffers that its
+// peers have shown. It writes only its own memory, and only ranges that no peer reads in this
 // phase.
 
-static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) {
     return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
-// Wakes a member: this rank has written something for it.
+// Wakes a member, for which this rank has written something.
 static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
     // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
     __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
@@ -605,8 +608,9 @@ static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
         fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
-/* send and recv: the two ranks wait for each other, both compare, and the receiver reads. Then each
-   waits until the other one has finished with its memory and its record. No barrier counts this. */
+/* Begins a send or recv: the two ranks wait for each other, both compare, and the receiver reads.
+   Then each waits until the other one no longer uses its memory and its signature. No barrier
+   counts this. */
 static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
     if (++c->calls == 0) c->calls = 1; // 0 means: no call
     c->other = &c->places[k];
@@ -615,8 +619,8 @@ static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
     fsdpi_shm_ring(c, c->other);
 }
 
-// Shows c->base.now and the place of this rank's buffer to the members. A record does not change
-// before all have read it.
+// Shows c->base.now and the location of this rank's buffer to the members. A signature does not
+// change before all members have read it.
 static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     fsdpi_signature *now = &base->now;
@@ -641,7 +645,7 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
     return status;
 }
 
-// Maps the allocation that has member k's buffer, if its place differs from this rank's own.
+// Maps the allocation of member k's buffer, if its file offset differs from this rank's own.
 static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
     uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, at)),
              number = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, number));
@@ -656,7 +660,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
                            (unsigned long long)part, rank);
 }
 
-// Finds the buffer that member k has shown. mine: the allocation of this rank's buffer.
+// Finds the buffer that member k has shown. mine: the allocation of this rank's own buffer.
 static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
                                   const char **out) {
     uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_signature, offset));
@@ -673,8 +677,8 @@ static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, in
     return status;
 }
 
-/* Copies. A large copy would not stay in a cache: it goes around the caches, chunks of four pages
-   by turns, because memory is faster so. bytes may be 0. */
+/* Copies bytes, which may be 0. A large copy would not stay in a cache: it bypasses the caches, and
+   alternates between the four pages of a chunk, because memory is faster that way. */
 static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
     size_t at = 0;
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
@@ -693,12 +697,12 @@ static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
     if (bytes > at) memcpy(to + at, from + at, bytes - at);
 }
 
-// of: where each member's buffer is.
+// of: the members' buffers.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
                                  const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
-        int k = (c->base.index + i) % c->base.size; // each rank begins with another one
+        int k = (c->base.index + i) % c->base.size; // each rank begins with a different member
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
@@ -733,9 +737,9 @@ static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
     }
 }
 
-/* Small: every rank reduces all of it on the stack, and stores it after all have read. Large:
-   member k reduces part k in its own buffer, where no other rank reads part k; then all collect the
-   parts. */
+/* Runs an all_reduce. Small: every rank reduces all elements on the stack, and stores them after
+   all ranks have read. Large: member k reduces region k in its own buffer, where no other rank
+   reads region k; then all ranks collect the regions. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
@@ -807,10 +811,8 @@ static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const f
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_open
-// Owns: how ranks find each other, groups, and the end. Invariants: the common block lives until
-// the last rank has closed. If a rank has left a world of threads, it never finds the old block
-// again.
+// Rendezvous, groups, and closing. Invariants: the common block lives until the last rank has
+// closed. A rank that has left a world of threads never finds the old block again.
 
 typedef struct fsdpi_shm_hello {
     char magic[8];
@@ -835,7 +837,7 @@ static size_t fsdpi_shm_control_bytes(int size) {
 static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
     c->group = (fsdpi_shm_group *)block;
     c->places = (fsdpi_shm_place *)(void *)(c->group + 1);
-    c->base.shown = (const char *)c->places; // a place begins with the record
+    c->base.shown = (const char *)c->places; // a place begins with the signature
     c->base.step = sizeof *c->places;
 }
 
@@ -896,7 +898,7 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
-// If a file grows beyond this limit, the process is killed.
+// Returns 1 if the process has a limit on the size of files, beyond which it would be killed.
 static int fsdpi_shm_files_are_limited(void) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
@@ -904,7 +906,7 @@ static int fsdpi_shm_files_are_limited(void) {
 }
 #define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
 
-// Maps the common block of the file, and locks this rank's byte: so peers see that it lives.
+// Maps the common block of the file, and locks this rank's byte, which shows peers that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     char *block = fsdpi_shm_map(w, 0,
@@ -924,7 +926,7 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     return FSDP_OK;
 }
 
-// An abstract name: it needs no file and goes away with its socket.
+// Writes an abstract socket name: it needs no file, and ends with its socket.
 static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *name) {
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
@@ -934,7 +936,7 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-// The only call that waits for a socket.
+// Waits until a socket is readable. No other call waits for a socket.
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     struct pollfd p;
     p.fd = fd;
@@ -992,9 +994,9 @@ static int fsdpi_shm_socket(void) {
     return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-/* The first rank answers another one, which has so many nanoseconds to give its number. If that
-   rank has another size or version, it can never join, so the world fails. If a number comes twice,
-   the second rank belongs to another job and is sent away. */
+/* Accepts a rank on the first rank, and answers it. It has `left` nanoseconds, at most a second, to
+   send its number. If its size or version differs, it can never join, so the world fails. If a
+   number comes twice, the second rank belongs to another job and is rejected. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
                                    uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
@@ -1041,7 +1043,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
                : FSDP_OK;
 }
 
-// The first rank makes the file.
+// Makes the common file, on the first rank.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
@@ -1065,8 +1067,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     return FSDP_OK;
 }
 
-// The first rank gives the file to the others as they come. It waits at the first barrier
-// meanwhile.
+// Gives the file to the other ranks as they arrive, on the first rank, which waits at the first
+// barrier meanwhile.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
@@ -1100,8 +1102,8 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     return status;
 }
 
-// The other ranks ask the first one until it answers. If a connection breaks, it may have been to
-// an earlier world.
+// Asks the first rank for the file until it answers. A connection that breaks may have been to an
+// earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
@@ -1116,7 +1118,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_BACKEND,
                 "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
-        // EAGAIN: many ranks have come, and the first rank is busy.
+        // EAGAIN: many ranks connect, and the first rank is busy.
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -1145,13 +1147,13 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         nap = nap < 20000000 ? nap * 2 : nap;
     }
     fsdp_status status = fsdpi_shm_enter(c);
-    // From here on a failure reaches the others. Before, they would wait until the deadline.
+    // From here on a failure reaches the other ranks. Before, they would wait until the deadline.
     if (!status && fsdpi_shm_files_are_limited())
         return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     return status;
 }
 
-// Cores that this process may run on.
+// Returns the number of cores on which this process may run.
 static int fsdpi_shm_cores(void) {
     uint8_t mask[1024];
     int cores = 0;
@@ -1184,7 +1186,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     return fsdpi_comm_end(base, status);
 }
 
-// The group's first member makes the block, and shows its place to the others.
+// Makes the group's block, on its first member. *block: its location, for the other members.
 static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     size_t bytes = fsdpi_shm_group_bytes(size);
@@ -1205,7 +1207,7 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
-    if (!fsdpi_comm_failed(&c->base)) { // else peers know the reason of the failure
+    if (!fsdpi_comm_failed(&c->base)) { // after a failure peers know the reason already
         FSDPI_STORE(&c->places[c->base.index].closed, 1u);
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
@@ -1233,7 +1235,7 @@ static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     return FSDP_OK;
 }
 
-// Finds the block that the group's first member has shown.
+// Finds the block that the group's first member has shown. All members of the parent meet.
 static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
                                      const fsdp_group *g) {
     fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
@@ -1283,7 +1285,7 @@ static void fsdpi_shm_leave(fsdpi_comm *base) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
     if (!base->is_world || !w->joined) return;
-    // Before memory is freed: a peer that waits must not take this rank for dead.
+    // Set before memory is freed: a peer that waits must not take this rank for dead.
     FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
     fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }

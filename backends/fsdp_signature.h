@@ -1,6 +1,6 @@
-/* fsdp_signature.h - the record of what a rank is about to do, and its words in error texts
+/* fsdp_signature.h - the signature of a rank's call, and its text for errors
 
-   Ranks compare records before they move data, and every error text is made of them. Included by
+   Ranks compare signatures before they move data, and every error text is made of them. Included by
    the comm base, the store and the devices. It moves no data and does not wait.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -10,7 +10,7 @@
 #ifndef FSDPI_BACKENDS_RECORD_H
 #define FSDPI_BACKENDS_RECORD_H
 
-#include "../src/core/flight.h" // operations that are no collective
+#include "../src/core/flight.h" // operations other than collectives
 #include "../src/core/macros.h"
 #include "../src/core/os.h"
 
@@ -29,7 +29,7 @@ static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
     (void)fsdpi_nanosleep(&t, NULL);
 }
 
-// Does the other end of a unix socket belong to a process of this user?
+// Returns 1 if the other end of a unix socket belongs to a process of this user.
 static FSDPI_UNUSED int fsdpi_same_user(int fd) {
     int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred: strict C99 hides it, too
     socklen_t size = sizeof pid_uid_gid;
@@ -37,63 +37,63 @@ static FSDPI_UNUSED int fsdpi_same_user(int fd) {
            (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
 }
 
-/* What a rank is about to do. Ranks compare `key`, a hash of all that has to be equal. The other
-   fields serve to say what differs. It is sent as it is: it has no pointers and no padding. */
+/* The call that a rank is about to make. Ranks compare `key`, a hash of everything that must be
+   equal. From the other fields error texts name the difference. The struct is sent unchanged: it
+   has no pointers and no padding. */
 typedef struct fsdpi_signature {
     uint64_t key;
     // For backends that read peers' memory: the buffer's offset in its allocation in bytes, and
-    // that allocation's place, bytes and number. Ranks may differ in these.
+    // that allocation's location, bytes and number. Ranks may differ in these.
     uint64_t offset, at, part, number;
     uint64_t fingerprint, count, segs, seq;
-    uint64_t block, members; // split: the place of the new group's block; its members
-    int64_t since_ns;        // when the rank came
-    int32_t root;            // send, recv: the world rank of the other side; else -1
+    uint64_t block, members; // split: location of the new group's block; hash of its members
+    int64_t since_ns;        // time at which the rank began the call
+    int32_t root;            // send, recv: world rank of the other side; broadcast: the root
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
-    uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
-    // Cut if they are longer. what: the name, and after its end the parameter without a gradient.
+    uint8_t agree[FSDP_AGREE_COUNT]; // short hashes of the fingerprint's parts
+    // Longer texts are cut. what: the name, and after its end the parameter without a gradient.
     char what[48], comm[32];
 } fsdpi_signature;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_signature) / sizeof(uint64_t))
 #define FSDPI_REASON       800
 
-// What a rank does: other ranks ask why it has not come.
+// A rank's current activity, which other ranks read if it is missing.
 typedef struct fsdpi_activity {
     uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
-    uint32_t busy, writing;            // operations it is in; 1: `last` is being written
-    uint32_t waits;                    // 1 + the rank that it waits for; 0: not known
+    uint32_t busy, writing;            // number of current operations; 1: `last` is being written
+    uint32_t waits;                    // 1 + the rank for which it waits; 0: not known
 } fsdpi_activity;
 
 enum { FSDPI_PEER_ABSENT, FSDPI_PEER_JOINED, FSDPI_PEER_LEFT, FSDPI_PEER_LOST };
 
-// What others know of a rank. busy: 0: `text` was its last operation; 1: it is in that operation;
-// FSDPI_WAITS_FOR + r: and waits there for rank r.
+// The state of a rank as other ranks know it. busy: 0: `text` was its last operation; 1: it is in
+// that operation; FSDPI_WAITS_FOR + r: and waits there for rank r.
 #define FSDPI_WAITS_FOR 2
 typedef struct fsdpi_peer {
     int32_t state, busy;
-    int64_t silent_ns; // since its last sign of life; -1: signs of life are not counted
+    int64_t silent_ns; // time since its last beat; -1: the backend has no beats
     int64_t since_ns;  // since it began the operation
     char text[160];    // "": none so far
     char host[48];     // an address of its host; "": not known
 } fsdpi_peer;
 
-// Why a world has ended. The first verdict counts, on all ranks.
+// The failure of a world. Only the first one counts, on all ranks.
 typedef struct fsdpi_failure {
-    int32_t status, rank;                    // rank: the one that says it; -1: the store
+    int32_t status, rank;                    // rank: the one that reports it; -1: the store
     int32_t lost;                            // the rank that was lost, or -1
-    char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
+    char subject[192], reason[FSDPI_REASON]; // subject: the operation; "": no single operation
 } fsdpi_failure;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>record_text
-// Owns: records in words.
+// Texts of signatures, peers and failures.
 
 static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
     return boot->clock.now_ns(boot->clock.user);
 }
 
-// If a device does not end its work, its memory stays until the process ends.
+// Returns 1 if the device hangs: its memory then stays until the process ends.
 static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
     return boot->stuck && FSDPI_LOAD(boot->stuck);
 }
@@ -105,7 +105,7 @@ static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const 
 
 static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP_OP_RECV; }
 
-// "all_gather of 'h.3' on 'shard' (forward, op 17)", "send of 'h.3' to rank 2 (op 18)"
+// Adds "all_gather of 'h.3' on 'shard' (forward, op 17)" or "send of 'h.3' to rank 2 (op 18)".
 static void fsdpi_say_op(fsdpi_text *t, const fsdpi_signature *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
                                                          "post_backward, "};
@@ -121,7 +121,7 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_signature *r) {
                        (unsigned long long)r->seq);
 }
 
-// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: the rank has ended.
+// Adds "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s". past: the rank has ended.
 static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
                                         int64_t since_ns) {
     double since = (double)since_ns * 1e-9;
@@ -129,7 +129,7 @@ static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const
     else fsdpi_text_add(t, "its last operation was %s, %.1f s ago", operation, since);
 }
 
-// "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
+// Adds "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago".
 static FSDPI_UNUSED void fsdpi_say_peer(fsdpi_text *t, const fsdpi_peer *p) {
     if (p->state == FSDPI_PEER_ABSENT) fsdpi_text_add(t, "it has not joined the job");
     if (p->state == FSDPI_PEER_LEFT) fsdpi_text_add(t, "it has shut down");
@@ -140,14 +140,15 @@ static FSDPI_UNUSED void fsdpi_say_peer(fsdpi_text *t, const fsdpi_peer *p) {
         fsdpi_text_add(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
 }
 
-// A verdict, for a rank that was in no operation of the world yet.
+// Adds a failure, for a rank that was in no operation of the world yet.
 static FSDPI_UNUSED void fsdpi_say_failure(fsdpi_text *t, const fsdpi_failure *v) {
     if (v->subject[0]) fsdpi_text_add(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_text_add(t, "%s", v->reason);
     else fsdpi_text_add(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
-// The fields in which two calls differ. If the operations differ, it names nothing else.
+// Adds the fields in which two calls differ. If the operations differ, compares only operation and
+// unit.
 static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
                                   const fsdpi_signature *b) {
     const struct {
@@ -181,8 +182,8 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
     else if (a->fingerprint != b->fingerprint) fsdpi_text_add(t, " (differs in its settings)");
 }
 
-/* Writes word by word: another rank may read for an error text meanwhile, and its text may mix two
-   operations then. Ranks that compare records read after a barrier, and see whole ones. */
+/* Writes word by word: another rank may read the signature for an error text meanwhile, which may
+   then mix two operations. Ranks that compare signatures read after a barrier: these are whole. */
 static void fsdpi_signature_put(uint64_t *to, const fsdpi_signature *record) {
     for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++) {
         uint64_t word;
@@ -204,7 +205,7 @@ static fsdpi_signature fsdpi_signature_get(const uint64_t *from) {
 static FSDPI_UNUSED void fsdpi_activity_begin(fsdpi_activity *trace,
                                               const fsdpi_signature *record) {
     __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
-    // Two threads of one rank may be here at once: the trace then has one of the operations.
+    // Two threads of one rank may be here at once: the activity then has one of the operations.
     if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
     fsdpi_signature_put(trace->last, record);
     FSDPI_STORE(&trace->writing, 0u);
@@ -214,7 +215,7 @@ static FSDPI_UNUSED void fsdpi_activity_end(fsdpi_activity *trace) {
     __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
 }
 
-// Returns fsdpi_peer.busy, and the last operation as text, and when it began.
+// Returns fsdpi_peer.busy, and the last operation as text, and its start.
 static FSDPI_UNUSED int fsdpi_activity_read(const fsdpi_activity *trace, char *text, size_t cap,
                                             int64_t *since_ns) {
     fsdpi_signature last = fsdpi_signature_get(trace->last);
@@ -224,7 +225,7 @@ static FSDPI_UNUSED int fsdpi_activity_read(const fsdpi_activity *trace, char *t
     return FSDPI_LOAD(&trace->busy) ? 1 + (int)FSDPI_LOAD(&trace->waits) : 0;
 }
 
-// Notes the rank that this one waits for; -1: it has come. trace may be NULL.
+// Notes the rank for which this one waits; -1: the wait is over. trace may be NULL.
 static FSDPI_UNUSED void fsdpi_trace_wait(fsdpi_activity *trace, int rank) {
     if (trace) FSDPI_STORE(&trace->waits, (uint32_t)(rank + 1));
 }

@@ -1,36 +1,37 @@
-/* fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
+/* fsdp_store.h - the store at which ranks on several hosts meet, and which detects lost ranks
 
    A key-value store, its server and its client, used by backends whose ranks share no memory.
 
-   Who serves. boot->store says where ranks meet:
+   The server. boot->store is its address:
    - "tcp://HOST:PORT"  rank 0 serves there, or at the next port if another program has this one:
                         all ranks look at PORT..PORT+16, in rounds, until the deadline. With
                         TORCHELASTIC_USE_AGENT_STORE=True, MASTER_PORT is torchrun's own.
    - "file:///PATH"     rank 0 serves on a free port and writes the address to the file
    - "host:" or NULL    all ranks are on one host: an abstract unix socket, named from the user and
                         the job's name
-   - If a launcher serves, it says so in FSDP_STORE_SERVED (fsdpi_store_learn_served). Then no rank
+   - If a launcher serves, it sets FSDP_STORE_SERVED (fsdpi_store_learn_served). Then no rank
      serves, however long the launcher is silent.
 
-   Who takes part. Programs and store have to know the job's token: each side proves it to the other
-   before it says anything else. The token comes from FSDP_TOKEN and the job's name. Without
-   FSDP_TOKEN it comes from a secret of mpirun. Else it comes from user and job, which others can
-   guess, and the library warns. After the proof every frame has a tag: 16 bytes of HMAC-SHA-256
-   with a key of this connection and direction, over the number of the frame and the frame. A
-   program that forwards a connection can read, delay and end it, but it cannot change, add, repeat
-   or leave out a frame. Nothing is encrypted. docs/cluster.md says what an attacker can do.
+   Authentication. Programs and store must know the job's token: each side proves it to the other
+   before it sends anything else. The token comes from FSDP_TOKEN and the job's name. Without
+   FSDP_TOKEN it comes from a secret of mpirun. Without both it comes from user and job, which
+   others can guess, and the library warns. After the proof every frame has a tag: 16 bytes of
+   HMAC-SHA-256 with a key of this connection and direction, over the number of the frame and the
+   frame. A program that forwards a connection can read, delay and end it, but it cannot change,
+   add, repeat or leave out a frame. Nothing is encrypted. docs/cluster.md says what an attacker can
+   do.
 
-   What a rank goes through, as the server sees it:
+   The states of a rank in the server:
 
        ABSENT --HELLO--> JOINED --BYE--> LEFT      In a launcher's store all are ABSENT again, and
                             |                      the store is empty, once all have LEFT: programs
                             +--its end--> LOST     open one world after another.
 
-   A world begins when all have joined, and may end with a verdict. A rank that aborts gives one,
-   and so does the server when a rank is lost or does not come. The first verdict is pushed to all,
-   and every later call fails with its status. If a verdict cannot reach the server, it counts on
-   the rank that gave it. If the server ends in order (CLOSING), ranks go on without a store. If it
-   vanishes, that is a verdict.
+   A world begins when all have joined, and may end with a failure. A rank that aborts sends one,
+   and the server makes one when a rank is lost or missing. The first failure is pushed to all
+   ranks, and every later call fails with its status. A failure that cannot reach the server counts
+   on the rank that sent it. If the server ends in order (CLOSING), ranks continue without a store.
+   If it vanishes, the world fails.
 
    Frames, both ways, little endian: u32 "FKV1", u16 op, u16 flags, u32 id, u32 key size, u64 value
    size, key, value. A request's answer has its id. From PROVE on the value ends with the tag.
@@ -45,21 +46,21 @@
                            or 0: try other ports, too, or LATER: try this port again
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits for the key. Afterwards
                            the server forgets it: the client has its own clock
-       BEAT       client   i32 busy (fsdpi_peer), i64 since, text: what the rank is doing
-       ASK        client   i32 rank: what is it doing, and when was it heard of?
+       BEAT       client   i32 busy (fsdpi_peer), i64 since, text: the rank's operation
+       ASK        client   i32 rank: requests its state, and the time since its last frame
        ABORT      client   as VERDICT
        BYE        client   the rank leaves in order; the server closes the connection
-       JOINED     push     all ranks are there; a text: an address of the server's host, or nothing
+       JOINED     push     all ranks have joined; a text: an address of the server's host, or empty
        LEFT       push     i32 rank
-       VERDICT    push     i32 status, i32 rank that gave it, i32 rank that is lost, subject, 0,
-                           reason
+       VERDICT    push     the failure: i32 status, i32 rank that sent it, i32 rank that is lost,
+                           subject, 0, reason
        CLOSING    push     the server ends
 
    A key is HMAC(HMAC(token, "fsdp store"), u32 version, u32 0: of the client, 1: of the server, its
    nonce, the client's); numbers of frames count from 0 in each direction, PROVE and PROVEN are 0.
-   The client proves first: so a program that only connects gets nothing by which to guess the
-   token. The client waits only for a short time until the server has proven itself, so a wrong
-   server costs it a second or two.
+   The client proves first: so a program that only connects gets no data for guessing the token. The
+   client waits only for a short time until the server has proven itself, so a wrong server costs it
+   a second or two.
 
    Layers: fsdpi_store_core is a state machine without sockets or a clock: it takes and gives bytes
    of connections. fsdpi_store_server is a thread that moves these bytes. fsdpi_store is a client:
@@ -121,24 +122,24 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_TAG         16
 #define FSDPI_STORE_HELLO_BYTES (4 + 4 + 8 + 8)                            // bytes of its value
 #define FSDPI_STORE_HELLO_1     (32 + 4 + 4 + 4 + 8 + 8)                   // in version 1
-#define FSDPI_STORE_FIRST       (FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_1) // of a stranger, at most
+#define FSDPI_STORE_FIRST       (FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_1) // most before the proof
 #define FSDPI_STORE_KEY_MAX     256
 #define FSDPI_STORE_VALUE_MAX   ((size_t)16 << 20)
 #define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // bytes of all entries of a store
 #define FSDPI_STORE_OUT_MAX     (3 * FSDPI_STORE_VALUE_MAX) // bytes that one client has not read
 #define FSDPI_STORE_WAITS_MAX   64                          // open GETs of one client
-#define FSDPI_STORE_STRANGERS   64                          // connections beside those of the ranks
+#define FSDPI_STORE_STRANGERS   64                          // connections that are not ranks'
 #define FSDPI_STORE_BUCKETS     1024
 #define FSDPI_STORE_PLACES      (2 * FSDPI_STORE_HOSTS) // most addresses that are tried
 #define FSDPI_STORE_PORTS       17                      // ports that are tried
-#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000)   // for a stranger to prove itself
+#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000)   // for an untrusted peer to prove itself
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000)   // for a server to prove itself
-#define FSDPI_STORE_GRACE       ((int64_t)200000000)    // for a goodbye to be sent
-#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for a goodbye to be read: it may be resent
-#define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
-#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come after one is lost
+#define FSDPI_STORE_GRACE       ((int64_t)200000000)    // for BYE to be sent
+#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000)   // for CLOSING to be read: TCP may resend it
+#define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)    // for a failure to be pushed back
+#define FSDPI_STORE_LINGER      ((int64_t)500000000)    // for ranks that connect after one is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
-#define FSDPI_STORE_LATER       0xFFFF   // come again
+#define FSDPI_STORE_LATER       0xFFFF   // flags of REFUSED: connect again later
 #define FSDPI_STORE_CLOEXEC     02000000 // O_CLOEXEC, which strict C99 hides
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
 #define FSDPI_STORE_READ        65536 // bytes read at a time
@@ -152,13 +153,13 @@ enum {
 };
 // clang-format on
 
-// What a rank has found at a place, for texts.
+// Texts about the program that serves at an address.
 #define FSDPI_STORE_OTHER_JOB "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)"
 #define FSDPI_STORE_OTHER_VERSION                                                                  \
     "speaks version %u of the store's protocol, and this program version %u: start all ranks, "    \
     "and fsdprun, with the same build"
 
-// What a rank says that it is doing.
+// The operation that a rank reports.
 typedef struct fsdpi_store_beat {
     int32_t busy; // these three: see fsdpi_peer
     int64_t since_ns;
@@ -168,8 +169,8 @@ typedef struct fsdpi_store_beat {
 typedef struct fsdpi_store_desc {
     fsdp_boot boot;
     // Called by the client's thread; must not call the store, and must return soon. May be NULL.
-    void (*beat)(void *user, fsdpi_store_beat *out); // what is this rank doing? *out is zeroed
-    void (*event)(void *user); // there is a verdict, or a rank has left, or the store has ended
+    void (*beat)(void *user, fsdpi_store_beat *out); // reports this rank's operation; *out is 0
+    void (*event)(void *user); // the world has failed, a rank has left, or the store has ended
     void *user;
 } fsdpi_store_desc;
 
@@ -177,8 +178,7 @@ typedef struct fsdpi_store fsdpi_store;
 typedef struct fsdpi_store_server fsdpi_store_server;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_hash
-// Owns: SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
+// SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
 
 typedef struct fsdpi_sha256 {
     uint32_t h[8];
@@ -269,7 +269,7 @@ static void fsdpi_hmac_begin(fsdpi_sha256 *s, const void *key, size_t key_size, 
     fsdpi_sha256_add(s, pad, sizeof pad);
 }
 
-// out may be the key.
+// Ends an HMAC. out may be the key.
 static void fsdpi_hmac_end(fsdpi_sha256 *s, const void *key, size_t key_size, uint8_t out[32]) {
     uint8_t inner[32];
     fsdpi_sha256_end(s, inner);
@@ -286,16 +286,18 @@ static void fsdpi_hmac_sha256(const void *key, size_t key_size, const void *data
     fsdpi_hmac_end(&s, key, key_size, out);
 }
 
-/* The secret of mpirun of Open MPI up to 4, which only its ranks get: 128 random bits. Under srun
-   its variable has two numbers of the job, "012cc14200000000-...". NULL: there is no secret. */
+/* Returns the secret of Open MPI's mpirun up to version 4, which only its ranks get: 128 random
+   bits. Under srun its variable has two numbers of the job, "012cc14200000000-...". NULL: there is
+   no secret. */
 static const char *fsdpi_store_mpi_key(void) {
     const char *key = fsdpi_env("OMPI_MCA_orte_precondition_transports");
     if (!key || !fsdpi_env("OMPI_COMM_WORLD_RANK") || strlen(key) != 33) return NULL;
     return strncmp(key + 8, "00000000", 8) ? key : NULL;
 }
 
-/* The key that all programs of a job know. It comes from a secret, if there is one, and from the
-   job's name, so that jobs with the same secret do not meet. Returns 0 if others can guess it. */
+/* Computes the token, a key that all programs of a job know. It comes from a secret, if there is
+   one, and from the job's name, so that jobs with one secret do not meet. Returns 0 if others can
+   guess it. */
 static int fsdpi_store_token(const char *job, uint8_t token[32]) {
     const char *given = fsdpi_env("FSDP_TOKEN"), *kind = "token ";
     char user[32];
@@ -313,8 +315,7 @@ static int fsdpi_store_token(const char *job, uint8_t token[32]) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_frame
-// Owns: bytes that wait to be read or written, and frames within them.
+// Queues of bytes to read or write, and frames within them.
 
 // Bytes [begin, end) of a block that grows.
 typedef struct fsdpi_queue {
@@ -329,10 +330,10 @@ typedef struct fsdpi_frame {
     const char *key, *value;
 } fsdpi_frame;
 
-// The key and count by which frames of one direction of a connection get their tags.
+// The key and the count for the tags of frames in one direction of a connection.
 typedef struct fsdpi_seal {
     uint8_t key[32];
-    uint64_t count; // of frames so far
+    uint64_t count; // number of frames so far
     int on;         // 0: frames have no tag yet
 } fsdpi_seal;
 
@@ -343,7 +344,7 @@ static void fsdpi_queue_free(const fsdp_allocator *a, fsdpi_queue *b) {
     memset(b, 0, sizeof *b);
 }
 
-// Room for `size` more bytes. 0: no memory, and nothing has changed.
+// Makes room for `size` more bytes. Returns 0 if there is no memory; then nothing has changed.
 static int fsdpi_queue_reserve(const fsdp_allocator *a, fsdpi_queue *b, size_t size) {
     size_t used = fsdpi_queue_size(b), cap = 256;
     if (b->cap - b->end >= size) return 1;
@@ -399,8 +400,8 @@ static void fsdpi_frame_header(char header[FSDPI_STORE_HEADER], const fsdpi_fram
     (void)fsdpi_le_put(at, f->value_size + tag, 8);
 }
 
-/* Keys for a new connection, from the token and the nonces of both sides. The token itself is not
-   the key: a MAC with the token elsewhere tells nothing here. */
+/* Makes the key of one direction of a connection, from the token and the nonces of both sides. The
+   token itself is not the key: so a MAC with the token from elsewhere is useless here. */
 static void fsdpi_seal_make(fsdpi_seal *seal, const uint8_t token[32], int of_server,
                             const void *server_nonce, const void *client_nonce) {
     char data[8 + 2 * FSDPI_STORE_NONCE];
@@ -415,7 +416,7 @@ static void fsdpi_seal_make(fsdpi_seal *seal, const uint8_t token[32], int of_se
     seal->on = 1;
 }
 
-// The first FSDPI_STORE_TAG bytes of the result are the tag of the next frame.
+// Computes the tag of the next frame: the first FSDPI_STORE_TAG bytes of the result.
 static void fsdpi_seal_tag(const fsdpi_seal *seal, const fsdpi_frame *f, uint8_t tag[32]) {
     char header[8 + FSDPI_STORE_HEADER];
     fsdpi_sha256 s;
@@ -427,8 +428,8 @@ static void fsdpi_seal_tag(const fsdpi_seal *seal, const fsdpi_frame *f, uint8_t
     fsdpi_hmac_end(&s, seal->key, sizeof seal->key, tag);
 }
 
-/* Checks and removes the tag of a new frame. 0: its sender does not know the key, or it is not the
-   next frame. The time does not depend on where the tags differ. */
+/* Checks and removes the tag of a new frame. Returns 0 if its sender does not know the key, or it
+   is not the next frame. The time does not depend on the position of a difference. */
 static int fsdpi_seal_open(fsdpi_seal *seal, fsdpi_frame *f) {
     uint8_t tag[32];
     int differs = 0;
@@ -459,7 +460,8 @@ static int fsdpi_frame_put(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_
     return 1;
 }
 
-// 1: there is a whole frame, which lies in b until it is dropped; 0: not yet; -1: it is no frame.
+// Returns 1 if there is a whole frame, which lies in b until it is dropped; 0: not yet; -1: the
+// bytes are no frame.
 static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     if (fsdpi_queue_size(b) < FSDPI_STORE_HEADER) return 0;
     const char *at = b->block + b->begin;
@@ -478,7 +480,7 @@ static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
     return 1;
 }
 
-// Drops the first frame, which has to be complete.
+// Drops the first frame, which must be complete.
 static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b) {
     const char *at = b->block + b->begin;
     fsdpi_queue_drop(a, b,
@@ -486,7 +488,7 @@ static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b) {
                          (size_t)fsdpi_le_get(at + 16, 8));
 }
 
-// The text in from[0..size), cut to what fits. Returns the bytes it takes there, with its 0.
+// Copies the text in from[0..size), cut to `cap`. Returns its bytes in `from`, including its 0.
 static size_t fsdpi_frame_text(char *out, size_t cap, const char *from, size_t size) {
     const char *zero = size ? (const char *)memchr(from, 0, size) : NULL;
     size_t length = zero ? (size_t)(zero - from) : size, kept = length < cap ? length : cap - 1;
@@ -520,30 +522,29 @@ static int fsdpi_failure_get(const fsdpi_frame *f, fsdpi_failure *v) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_core
-// Owns: the server's state. Invariants: no call blocks, reads a clock or touches a socket; only
-// fsdpi_store_core_disconnect frees a connection; a connection that has not shown that it knows the
-// token costs no more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
+// The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
+// fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
+// more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
 
 enum {
-    FSDPI_CONN_STRANGER, // has not shown that it knows the token
-    FSDPI_CONN_PROVEN,   // has shown it, and has not given its rank
+    FSDPI_CONN_STRANGER, // has not proven the token
+    FSDPI_CONN_PROVEN,   // has proven the token, and has not given its rank
     FSDPI_CONN_RANK,
     FSDPI_CONN_ENDING, // `out` is still sent
-    FSDPI_CONN_BROKEN  // has to be closed and disconnected at once
+    FSDPI_CONN_BROKEN  // must be closed and disconnected at once
 };
 
 typedef struct fsdpi_conn {
     struct fsdpi_conn *next;
     int fd; // the caller's
     int state, rank, waits;
-    int64_t deadline;   // for a stranger, and for a connection that is ending
-    fsdp_status status; // a rank's, if it is broken: the status of the verdict
-    const char *why;    // and what the rank has done
+    int64_t deadline;   // before the proof, and for a connection that is ending
+    fsdp_status status; // a rank's, if it is broken: the status of the failure
+    const char *why;    // and the reason
     uint8_t nonce[FSDPI_STORE_NONCE];
     fsdpi_seal seal_in, seal_out;
     int is_remote;       // 1: from another host
-    char reached[64];    // by which address of this host it came; empty: by none for other hosts
+    char reached[64];    // this host's address of the connection; "": useless for other hosts
     fsdpi_queue in, out; // out: the caller sends and drops these
 } fsdpi_conn;
 
@@ -554,7 +555,7 @@ typedef struct fsdpi_store_entry {
     char *key, *value;
 } fsdpi_store_entry;
 
-// A GET that is not answered yet.
+// A GET without an answer yet.
 typedef struct fsdpi_store_wait {
     struct fsdpi_store_wait *next;
     fsdpi_conn *conn;
@@ -566,7 +567,7 @@ typedef struct fsdpi_store_wait {
 
 typedef struct fsdpi_store_rank {
     int32_t state;
-    int64_t heard_ns; // when
+    int64_t heard_ns; // time of the rank's last frame
     fsdpi_store_beat beat;
 } fsdpi_store_rank;
 
@@ -578,7 +579,7 @@ typedef struct fsdpi_store_core {
     char reached[64]; // an address under which other hosts reach this one, once that is known
     int closing, num_conns, num_joined;
     int num_refused, num_old;         // refused for their token, and for their version
-    int64_t join_ns, join_timeout_ns; // when ranks must have joined; how long that is
+    int64_t join_ns, join_timeout_ns; // deadline and timeout of joining
     size_t total;
     fsdpi_failure verdict; // status FSDP_OK: none
     fsdpi_store_rank *ranks;
@@ -644,7 +645,7 @@ static void fsdpi_store_core_clear(fsdpi_store_core *core) {
     core->total = 0;
 }
 
-// Sets the verdict, unless there is one.
+// Sets the world's failure, unless there is one.
 static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_failure *v) {
     char value[FSDPI_VERDICT_BYTES];
     if (core->verdict.status || core->closing) return;
@@ -678,8 +679,8 @@ static fsdpi_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int rank, 
     return p;
 }
 
-/* A rank has said goodbye, or knows that its world has ended. After the last rank, a launcher's
-   store takes the next world; without a launcher rank 0 opens another store. */
+/* Marks a rank as left: it has sent BYE, or knows that its world has ended. After the last rank a
+   launcher's store accepts the next world; without a launcher rank 0 opens another store. */
 static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
     int left = 0;
     core->ranks[rank].state = FSDPI_PEER_LEFT;
@@ -762,7 +763,7 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
                        "opened for %d: give all ranks the same world size",
                        (int)rank, (int)size, core->where, core->size);
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
-        if (core->num_joined < core->size) // a stranger must not end a complete world
+        if (core->num_joined < core->size) // a late client must not end a complete world
             fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
     } else if (core->ranks[rank].state == FSDPI_PEER_JOINED) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
@@ -810,12 +811,12 @@ static void fsdpi_store_core_answer(fsdpi_store_core *core, const fsdpi_conn *co
         if (!entry || fsdpi_queue_size(&wait->conn->out) > FSDPI_STORE_VALUE_MAX) continue;
         fsdpi_store_core_send(core, wait->conn, FSDPI_STORE_REPLY, FSDP_OK, wait->id, entry->value,
                               entry->value_size);
-        wait->deadline = INT64_MIN; // forget it
+        wait->deadline = INT64_MIN; // so that fsdpi_store_core_forget drops it
     }
     fsdpi_store_core_forget(core, NULL, INT64_MIN);
 }
 
-// If the value cannot be stored, the old one stays.
+// Sets a key. If the value cannot be stored, the old one stays.
 static fsdp_status fsdpi_store_core_set(fsdpi_store_core *core, const char *key,
                                         const fsdpi_frame *f) {
     uint64_t hash = fsdpi_hash_text(key);
@@ -893,7 +894,7 @@ static void fsdpi_store_core_bye(fsdpi_store_core *core, fsdpi_conn *conn, int64
     fsdpi_store_core_leave(core, rank);
 }
 
-// The smallest value of each op; SIZE_MAX: a client must not send the op.
+// Returns the smallest value size of an op; SIZE_MAX: a client must not send the op.
 static size_t fsdpi_store_core_least(int op) {
     switch (op) {
     case FSDPI_STORE_SET:
@@ -956,7 +957,7 @@ static int fsdpi_store_core_open(fsdpi_store_core *core, const fsdp_allocator *a
     return core->ranks != NULL;
 }
 
-// A new connection. NULL: no memory.
+// Makes a connection. Returns NULL if there is no memory.
 static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
                                             const uint8_t nonce[FSDPI_STORE_NONCE], int64_t now) {
     fsdpi_conn *conn = (fsdpi_conn *)fsdpi_alloc(&core->allocator, sizeof *conn);
@@ -972,7 +973,8 @@ static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
     return conn;
 }
 
-// A frame was changed on its way. The other direction is unharmed: the rank gets the reason.
+// Ends a connection on which a frame was changed. The other direction is intact: the rank gets the
+// reason.
 static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
     int rank = conn->rank;
     if (rank < 0) {
@@ -989,7 +991,7 @@ static void fsdpi_store_core_cut_off(fsdpi_store_core *core, fsdpi_conn *conn, i
     fsdpi_conn_end(conn, now);
 }
 
-// Takes bytes that have come on a connection.
+// Handles bytes that have arrived on a connection.
 static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, const void *data,
                                   size_t size, int64_t now) {
     fsdpi_frame f;
@@ -1038,7 +1040,7 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     fsdpi_store_core_fail(core, status, rank, "[E706] rank %d %s; %s", rank, why, last);
 }
 
-// The verdict if ranks have not come in time.
+// Fails the world if ranks are missing at the deadline of joining.
 static void fsdpi_store_core_late(fsdpi_store_core *core) {
     char list[200];
     fsdpi_text t = {list, sizeof list, 0};
@@ -1064,7 +1066,7 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
                           : "");
 }
 
-// Does what has to be done by now. Returns when to call it again.
+// Handles all deadlines that have passed. Returns the time of the next call.
 static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     if (core->join_ns <= now) fsdpi_store_core_late(core);
     fsdpi_store_core_forget(core, NULL, now);
@@ -1079,14 +1081,14 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     return next;
 }
 
-// How much a connection is worth, from 0, one that is being refused, to 3, a rank's.
+// Returns the worth of a connection, from 0, which is being refused, to 3, a rank's.
 static int fsdpi_conn_worth(const fsdpi_conn *conn) {
     if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: it has the right token
     return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_STRANGER;
 }
 
-/* If there are too many connections, it closes the oldest of those that are worth least. So
-   strangers that are being refused do not keep out a rank. 0: all connections are ranks'. */
+/* Closes the oldest of the least valuable connections, if there are too many. So connections that
+   are being refused do not keep out a rank. Returns 0 if all connections are ranks'. */
 static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     fsdpi_conn *least = NULL;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
@@ -1095,7 +1097,7 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     return least != NULL;
 }
 
-// Has a rank that will still come to learn that another one is lost, or disagrees?
+// Returns 1 if ranks that have yet to connect must get the failure: a lost rank, or a mismatch.
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     int absent = 0, status = core->verdict.status;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_PEER_ABSENT;
@@ -1117,12 +1119,11 @@ static void fsdpi_store_core_close(fsdpi_store_core *core) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_net
-// Owns: addresses and sockets. Sockets do not block, and an exec closes them.
+// Addresses and sockets. Sockets do not block, and an exec closes them.
 
 enum { FSDPI_STORE_TCP, FSDPI_STORE_FILE, FSDPI_STORE_HOST };
 
-// Where boot->store says that ranks meet.
+// The parsed address in boot->store.
 typedef struct fsdpi_store_where {
     int kind, port;
     char host[256];
@@ -1162,7 +1163,7 @@ static int fsdpi_store_parse(const char *text, fsdpi_store_where *out) {
     return colon[1] >= '0' && colon[1] <= '9' && !*end && port <= 65535;
 }
 
-// An IPv4 address that is mapped to IPv6 becomes IPv4.
+// Makes an IPv4 address that is mapped to IPv6 an IPv4 address.
 static void fsdpi_store_unmap(fsdpi_store_place *p) {
     static const uint8_t mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF};
     struct sockaddr_in6 v6 = p->at.v6;
@@ -1180,13 +1181,13 @@ static int fsdpi_store_is_loopback(const fsdpi_store_place *p) {
     return p->at.any.sa_family != AF_INET || ntohl(p->at.v4.sin_addr.s_addr) >> 24 == 127;
 }
 
-// 0.0.0.0 or ::, all addresses of this host; the port stays.
+// Sets 0.0.0.0 or ::, all addresses of this host. Keeps the port.
 static void fsdpi_store_set_any(fsdpi_store_place *p) {
     if (p->at.any.sa_family == AF_INET6) memset(&p->at.v6.sin6_addr, 0, 16);
     if (p->at.any.sa_family == AF_INET) p->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
 }
 
-// If a server is bound to all addresses: the address by which this host reaches it.
+// Sets the address by which this host reaches a server that is bound to all addresses.
 static void fsdpi_store_localise(fsdpi_store_place *p) {
     fsdpi_store_place any = *p;
     fsdpi_store_set_any(&any);
@@ -1205,7 +1206,7 @@ static int fsdpi_store_get_port(const fsdpi_store_place *p) {
     return p->at.any.sa_family == AF_INET ? ntohs(p->at.v4.sin_port) : 0;
 }
 
-// "127.0.0.1", "fe80::1%eth0"; a unix socket: "127.0.0.1", where its users are.
+// Writes "127.0.0.1" or "fe80::1%eth0"; for a unix socket "127.0.0.1", where its users are.
 static void fsdpi_store_host_text(const fsdpi_store_place *p, char *out, size_t cap) {
     if (p->at.any.sa_family == AF_UNIX ||
         fsdpi_getnameinfo(&p->at.any, p->size, out, (socklen_t)cap, NULL, 0,
@@ -1213,7 +1214,7 @@ static void fsdpi_store_host_text(const fsdpi_store_place *p, char *out, size_t 
         (void)snprintf(out, cap, "127.0.0.1");
 }
 
-// In the form of boot->store.
+// Writes an address in the form of boot->store.
 static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t cap) {
     char host[64];
     int v6 = p->at.any.sa_family == AF_INET6;
@@ -1224,7 +1225,7 @@ static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t
                        fsdpi_store_get_port(p));
 }
 
-// An abstract name needs no file, and vanishes with its socket.
+// Makes an abstract unix address, which needs no file, and ends with its socket.
 static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     memset(p, 0, sizeof *p);
     p->at.un.sun_family = AF_UNIX;
@@ -1234,7 +1235,8 @@ static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     p->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-// Runs start(arg) in a thread with such a stack; 0: the usual size. The thread gets no signals.
+// Runs start(arg) in a thread with a stack of `stack` bytes; 0: the usual size. The thread gets no
+// signals.
 static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg, size_t stack) {
     uint64_t all = ~(uint64_t)0, before = 0;
     pthread_attr_t attr;
@@ -1249,7 +1251,7 @@ static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *a
     return rc;
 }
 
-// A question to the resolver. Of the two threads, the one that ends last frees it.
+// A question to the resolver, with two threads. The one that ends last frees it.
 typedef struct fsdpi_store_question {
     uint32_t state; // the caller sleeps on it
     int rc;
@@ -1276,9 +1278,9 @@ static void *fsdpi_store_resolve(void *arg) {
     return NULL;
 }
 
-/* Asks the resolver, which has its own deadlines. A thread waits for it, and is given up at our
-   deadline; until it has ended, the library must stay loaded. NULL: there is no answer; *rc: why,
-   or 0: not in time. */
+/* Asks the resolver, which has its own deadlines. A thread waits for it, and is abandoned at
+   `deadline`; until it has ended, the library must stay loaded. Returns NULL if there is no answer;
+   *rc: the resolver's error, or 0: no answer in time. */
 static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, const char *host,
                                                        int64_t deadline, int *rc) {
     struct fsdpi_addrinfo *list = NULL;
@@ -1308,7 +1310,7 @@ static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, 
     return list;
 }
 
-// Looks up a name: returns how many of its addresses are in out, at most max.
+// Looks up a name. Returns the number of its addresses in out, at most max.
 static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, int64_t deadline,
                                    fsdpi_store_place *out, int max, fsdpi_text *why) {
     struct fsdpi_addrinfo hints, *list = NULL;
@@ -1350,7 +1352,7 @@ static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t
     return count;
 }
 
-// Does a list "a,b" have the name?
+// Returns 1 if a list "a,b" has the name.
 static int fsdpi_store_listed(const char *list, const char *name) {
     size_t length = strlen(name);
     while (list) {
@@ -1361,7 +1363,7 @@ static int fsdpi_store_listed(const char *list, const char *name) {
     return 0;
 }
 
-// The address of the interface at which the user wants peers to find this rank; size 0: none.
+// Finds the address of the interface that the user has set for this rank; size 0: none is set.
 static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsdpi_text *error) {
     const char *name = "FSDP_SOCKET_IFNAME", *list = fsdpi_env(name);
     struct ifaddrs *all = NULL;
@@ -1399,8 +1401,9 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
 
-// The source address of packets from this host to others. To connect a datagram socket asks the
-// routing table and sends nothing; its target is an address that is reserved for documentation.
+// Finds the source address of packets from this host to others. The connect of a datagram socket
+// reads the routing table and sends nothing; its target is an address that is reserved for
+// documentation.
 static void fsdpi_store_outward(fsdpi_store_place *out) {
     int fd = fsdpi_fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     memset(out, 0, sizeof *out);
@@ -1413,7 +1416,7 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
     if (fd >= 0) (void)close(fd);
 }
 
-// Does a connection come from another host? Its ends then have different addresses.
+// Returns 1 if a connection comes from another host: its ends then have different addresses.
 static int fsdpi_store_is_remote(int fd) {
     fsdpi_store_place ends[2];
     memset(ends, 0, sizeof ends);
@@ -1428,8 +1431,8 @@ static int fsdpi_store_is_remote(int fd) {
     return memcmp(ends, ends + 1, sizeof *ends) != 0;
 }
 
-// What a broken connection to another host shows; NULL: on this host the process has ended. A
-// process that ends closes it; a reset, or no answer, may also be a firewall's.
+// Returns the text of a broken connection to another host; NULL: the process has ended. A process
+// that ends closes its connection; a reset, or no answer, may also come from a firewall.
 static const char *fsdpi_store_why_broken(int is_remote, int error) {
     if (!is_remote) return NULL;
     return error == ECONNRESET || error == EPIPE
@@ -1452,7 +1455,7 @@ static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
     return (int)((ns < most ? ns : most) / 1000000) + 1;
 }
 
-// Sends as much as it can without a wait. 0: the connection has ended.
+// Sends as many bytes as possible without a wait. Returns 0 if the connection has ended.
 static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
     while (fsdpi_queue_size(b)) {
         ssize_t sent = send(fd, b->block + b->begin, fsdpi_queue_size(b), MSG_NOSIGNAL);
@@ -1469,8 +1472,7 @@ static void fsdpi_store_wake(int fd) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_server
-// Owns: sockets of the server, and the thread that moves bytes between them and the core.
+// Sockets of the server, and the thread that moves bytes between them and the core.
 
 struct fsdpi_store_server {
     fsdpi_store_core core;
@@ -1478,9 +1480,9 @@ struct fsdpi_store_server {
     fsdp_clock clock;
     int listener, wake, max_conns, is_deaf; // deaf: the program has closed `wake`
     uint32_t stop;
-    int64_t accept_ns;       // no accept before: descriptors are short
+    int64_t accept_ns;       // no accept before this time: descriptors are short
     fsdpi_store_place place; // its address from its own host
-    char file[512];          // that has its address, "": none
+    char file[512];          // the file with its address, "": none
     pthread_t thread;
     struct pollfd *polls; // wake, listener, connections in the order of the core's list
     char scratch[FSDPI_STORE_READ];
@@ -1516,7 +1518,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         conn->is_remote = fsdpi_store_is_remote(fd);
         fsdpi_store_prompt(fd);
         fsdpi_store_unmap(&here);
-        if (!fsdpi_store_is_loopback(&here)) // a stranger must not choose the address
+        if (!fsdpi_store_is_loopback(&here)) // kept per connection, which may be untrusted
             fsdpi_store_host_text(&here, conn->reached, sizeof conn->reached);
     }
     (void)fsdpi_store_core_evict(&server->core);
@@ -1549,7 +1551,7 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     fsdpi_store_core_disconnect(&server->core, conn, now);
 }
 
-// One round: waits for an event, and handles it. 0: there was none.
+// Waits for an event, and handles it. Returns 0 if there was none.
 static int fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
     int64_t now = fsdpi_store_server_now(server),
             next = fsdpi_store_core_expire(&server->core, now);
@@ -1593,7 +1595,7 @@ static void *fsdpi_store_server_main(void *arg) {
         continue;
     while (fsdpi_store_core_owes(&server->core) && fsdpi_store_server_now(server) < end)
         (void)fsdpi_store_server_round(server, 10000000);
-    // No new connections; then a goodbye, and time for clients to read it.
+    // No new connections; then CLOSING, and time for clients to read it.
     (void)close(server->listener);
     server->listener = -1;
     now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_FAREWELL;
@@ -1618,7 +1620,7 @@ static void fsdpi_store_server_free(fsdpi_store_server *server) {
     fsdpi_free(&allocator, server);
 }
 
-// Sends the ranks a goodbye, and ends the store.
+// Sends the ranks CLOSING, and ends the store.
 static FSDPI_UNUSED void fsdpi_store_stop(fsdpi_store_server *server) {
     if (!server) return;
     FSDPI_STORE(&server->stop, 1u);
@@ -1631,7 +1633,7 @@ static FSDPI_UNUSED int fsdpi_store_port(const fsdpi_store_server *server) {
     return fsdpi_store_get_port(&server->place);
 }
 
-// A listening socket; or -1, and errno. *place: the address to which it is bound.
+// Returns a listening socket; or -1, and errno. *place: the address to which it is bound.
 static int fsdpi_store_listen(fsdpi_store_place *place) {
     int fd = fsdpi_store_socket(place), one = 1;
     if (fd < 0) return -1;
@@ -1648,7 +1650,8 @@ static int fsdpi_store_listen(fsdpi_store_place *place) {
     return fd;
 }
 
-// Readers see the whole line or none. If there is a pipe or a link at the path, it is not opened.
+// Writes the address to a file. Readers see the whole line or none. A pipe or a link at the path is
+// not opened.
 static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) {
     char fresh[sizeof server->file + 8], text[128];
     errno = ENAMETOOLONG;
@@ -1666,8 +1669,8 @@ static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) 
     return done && !rename(fresh, path);
 }
 
-// Serves on a socket that listens, in a thread. The server has the socket; after a failure it is
-// closed.
+// Serves on a listening socket, in a thread. The server takes over the socket; after a failure it
+// is closed.
 static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_store_where *where,
                                      int server_rank, int listener, const fsdpi_store_place *place,
                                      fsdpi_store_server **out, fsdpi_text *error) {
@@ -1729,8 +1732,8 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
 static int fsdpi_store_not_here(int why) { return why == EADDRNOTAVAIL || why == EAFNOSUPPORT; }
 
 /* Listens at the first of the addresses that belongs to this host; any: at all addresses of this
-   host. It does the latter, too, if the name is a loopback address here: on other hosts it may be
-   another one (Debian's 127.0.1.1). */
+   host. Also listens at all addresses if the name is a loopback address here: on other hosts it may
+   be another one (Debian's 127.0.1.1). */
 static int fsdpi_store_claim(const fsdpi_store_where *where, const fsdpi_store_place *list,
                              int count, int port, int any, fsdpi_store_place *out) {
     int is_local_name = !strcmp(where->host, "localhost") || !strncmp(where->host, "127.", 4) ||
@@ -1801,9 +1804,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>store_client
-// Owns: a rank's connection. Before the thread runs, open uses the socket; afterwards only the
-// thread does. `lock` guards out, requests and verdict.
+// A rank's connection. Before the thread runs, open uses the socket; afterwards only the thread
+// does. `lock` guards the fields out, requests and `verdict`.
 
 typedef struct fsdpi_store_request {
     struct fsdpi_store_request *next;
@@ -1819,17 +1821,17 @@ struct fsdpi_store {
     fsdpi_store_server *server; // NULL: another process serves
     int fd, wake, server_rank, running;
     int is_remote;        // the server is on another host
-    int is_served, ports; // is_served: by a launcher; ports: how many are tried
+    int is_served, ports; // is_served: by a launcher; ports: number of ports that are tried
     pthread_t thread;
-    fsdpi_seal seal_in, seal_out; // of the connection
+    fsdpi_seal seal_in, seal_out; // the connection's
     fsdpi_queue in, out;
     uint32_t lock, next_id, changed; // changed: counts events; callers sleep on it
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
     fsdpi_failure verdict;   // valid if judged
-    const char *why;         // the connection has broken, and its server may live; or NULL
+    const char *why;         // reason of a broken connection, whose server may live; or NULL
     uint8_t *left;           // [size]
-    fsdpi_store_place local; // of the connection
+    fsdpi_store_place local; // local address of the connection
     char address[64];
 };
 
@@ -1837,8 +1839,8 @@ static int64_t fsdpi_store_now(const fsdpi_store *s) {
     return s->desc.boot.clock.now_ns(s->desc.boot.clock.user);
 }
 
-// Waits for one frame. 1: it is here; 0: not in time; -1: the connection has ended, or the other
-// side is no store.
+// Waits for one frame. Returns 1 if it has arrived; 0: not in time; -1: the connection has ended,
+// or the other side is no store.
 static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
     for (;;) {
@@ -1865,7 +1867,7 @@ static void fsdpi_store_hang_up(fsdpi_store *s) {
     fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
 }
 
-// 0, or why there is no connection (an errno).
+// Connects. Returns 0, or the errno of the failure.
 static int fsdpi_store_connect(fsdpi_store *s, const fsdpi_store_place *p, int64_t until) {
     int why = 0;
     socklen_t size = sizeof why;
@@ -1888,7 +1890,7 @@ static int fsdpi_store_say(fsdpi_store *s, int op, const char *value, size_t byt
            fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out);
 }
 
-/* Proves to a server with the token that this rank knows it, without its number. The tag of the
+/* Proves to a server that this rank knows the token, without the rank's number. The tag of the
    frame is the proof. */
 static int fsdpi_store_say_prove(fsdpi_store *s, const char *nonce) {
     char mine[FSDPI_STORE_NONCE];
@@ -1909,12 +1911,12 @@ static int fsdpi_store_say_hello(fsdpi_store *s, int64_t deadline) {
     return fsdpi_store_say(s, FSDPI_STORE_HELLO, value, sizeof value);
 }
 
-// One attempt at one place.
+// One attempt at one address.
 typedef struct fsdpi_store_try {
-    int64_t deadline, patience; // patience: for a server that is silent
-    int decided, later, why;    // later: try this place again; why: errno, or 0
+    int64_t deadline, patience; // `patience`: timeout of a silent server
+    int decided, later, why;    // later: try this address again; why: errno, or 0
     fsdp_status status;
-    fsdpi_text said; // what was found at each place
+    fsdpi_text said; // the finding at each address
 } fsdpi_store_try;
 
 // Handles the server's answer to HELLO.
@@ -1949,8 +1951,8 @@ static int64_t fsdpi_store_soon(const fsdpi_store *s, const fsdpi_store_try *t) 
     return soon < t->deadline ? soon : t->deadline;
 }
 
-/* Each side proves to the other one that it knows the token. Returns 1 if this is our store. Before
-   its proof the other side may be anything: none of its texts are shown. */
+/* Runs the proof of the token by both sides. Returns 1 if this is the job's store. Before its proof
+   the other side may be any program: none of its texts are shown. */
 static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t) {
     fsdpi_frame f;
     int whole = fsdpi_store_await(s, fsdpi_store_soon(s, t), &f);
@@ -1985,8 +1987,8 @@ static int fsdpi_store_know(fsdpi_store *s, const char *name, fsdpi_store_try *t
     return 0;
 }
 
-/* Tries to join at a place. After HELLO it does not give up before the deadline: the server, which
-   has proven itself by then, may count this rank, and would take it for lost. */
+/* Tries to join at an address. After HELLO it does not give up before the deadline: the server,
+   which has proven itself by then, may count this rank, and would take it for lost. */
 static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_store_try *t) {
     char name[128];
     fsdpi_frame f;
@@ -2014,7 +2016,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     if (!t->decided || t->status) fsdpi_store_hang_up(s);
 }
 
-// From now on this rank serves; it is its own first client.
+// Makes this rank serve; it is its own first client.
 static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p,
                               fsdpi_store_try *t) {
     t->said.used = 0;
@@ -2024,7 +2026,7 @@ static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p
     if (!t->decided) fsdpi_store_knock(s, &s->server->place, t);
 }
 
-// The address that rank 0 or a launcher wrote to the file.
+// Reads the address that rank 0 or a launcher has written to the file.
 static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi_text *why) {
     char line[320];
     struct stat info;
@@ -2044,15 +2046,15 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     return 0;
 }
 
-// Does torchrun, which has started this program, use the port itself?
+// Returns 1 if torchrun has started this program, and uses the port itself.
 static int fsdpi_store_is_torchrun(int port) {
     const char *agent = fsdpi_env("TORCHELASTIC_USE_AGENT_STORE"), *own = fsdpi_env("MASTER_PORT");
     return agent && own && !strcmp(agent, "True") && strtol(own, NULL, 10) == port;
 }
 
-/* A launcher says where it serves a job: FSDP_STORE_SERVED has the address, a blank, and the job's
-   name. "-PORT" after the address: at a port up to that one. Then no rank serves; if the launcher
-   does not answer, ranks wait for it. */
+/* Reads FSDP_STORE_SERVED, in which a launcher that serves a job puts the address, a blank, and the
+   job's name. "-PORT" after the address: at a port up to that one. Then no rank serves; if the
+   launcher does not answer, ranks wait for it. */
 static void fsdpi_store_learn_served(fsdpi_store *s) {
     const char *at = fsdpi_env("FSDP_STORE_SERVED");
     const char *store = s->desc.boot.store ? s->desc.boot.store : "host:";
@@ -2065,7 +2067,7 @@ static void fsdpi_store_learn_served(fsdpi_store *s) {
     if (s->is_served && is_exact) s->ports = 1;
 }
 
-// Tries every place once. Rank 0 serves at the first one that is free, unless a launcher serves.
+// Tries every address once. Rank 0 serves at the first one that is free, unless a launcher serves.
 static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     fsdpi_store_place list[FSDPI_STORE_PLACES], p;
     fsdpi_store_where where = s->where;
@@ -2110,7 +2112,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     if (!t->decided) fsdpi_store_begin(s, fd, &p, t);
 }
 
-// Tries all places in rounds, until one decides or the deadline has passed.
+// Tries all addresses in rounds, until one decides or the deadline has passed.
 static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text *error) {
     char rounds[2][640], *said = rounds[0]; // the deadline may cut the last round short
     const fsdp_boot *boot = &s->desc.boot;
@@ -2128,7 +2130,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         int64_t left = deadline - fsdpi_store_now(s);
         if (left > 0 || turn == 0) said = now_said;
         if (left <= 0) break;
-        // A random part: ranks that have started together should not all come back together.
+        // Partly random: ranks that have started together should not all try again together.
         int64_t wait = pause - pause / 4 +
                        (int64_t)(fsdpi_hash((uint64_t)boot->rank, turn) % (uint64_t)(pause / 2));
         fsdpi_sleep_ns(wait < left ? wait : left);
@@ -2158,7 +2160,7 @@ static void fsdpi_store_change(fsdpi_store *s) {
     fsdpi_futex_wake_all(&s->changed, 0);
 }
 
-// Why calls fail from now on; FSDP_OK: they do not.
+// Returns the status with which calls fail from now on; FSDP_OK: they do not.
 static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
     if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->verdict.status;
     return FSDPI_LOAD(&s->gone) ? FSDP_ERR_PEER_LOST : FSDP_OK;
@@ -2170,7 +2172,7 @@ static void fsdpi_store_finish(fsdpi_store_request *r, fsdp_status status) {
     fsdpi_futex_wake_all(&r->done, 0);
 }
 
-// Under the lock: ends all waits for answers, which will not come.
+// Ends all waits for answers, which will not arrive. Requires the lock.
 static void fsdpi_store_finish_all(fsdpi_store *s) {
     for (fsdpi_store_request *r = s->requests, *next; r; r = next) {
         next = r->next;
@@ -2179,7 +2181,7 @@ static void fsdpi_store_finish_all(fsdpi_store *s) {
     s->requests = NULL;
 }
 
-// Sets the verdict, unless there is one.
+// Sets the world's failure on this rank, unless there is one.
 static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_failure *v) {
     fsdpi_lock(&s->lock);
     int first = !s->judged;
@@ -2192,12 +2194,13 @@ static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_failure *v) {
     if (first) fsdpi_store_change(s);
 }
 
-// Names the server, for texts.
+// Returns the server's name, for texts.
 static const char *fsdpi_store_who(const fsdpi_store *s) {
     return s->server_rank < 0 ? "the launcher" : "rank 0";
 }
 
-// Gives the server the reason why this rank leaves, if that direction works: else it seems dead.
+// Sends the server the reason why this rank leaves, if that direction works. Without it the rank
+// seems dead.
 static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_failure *v) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
     char value[FSDPI_VERDICT_BYTES];
@@ -2207,14 +2210,14 @@ static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_failure *v) {
     fsdpi_unlock(&s->lock);
 }
 
-/* The connection has ended: the server has said so (FSDP_OK), it has died (PEER_LOST), a frame was
-   changed (IO), or this rank has no memory. */
+/* Handles the end of the connection: the server has announced it (FSDP_OK), the server has died
+   (PEER_LOST), a frame was changed (IO), or this rank has no memory. */
 static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
     if (status && !FSDPI_LOAD(&s->leaving)) {
         fsdpi_failure v;
         memset(&v, 0, sizeof v);
         v.status = (int32_t)status;
-        v.rank = status == FSDP_ERR_PEER_LOST ? -1 : s->desc.boot.rank; // all see that alike
+        v.rank = status == FSDP_ERR_PEER_LOST ? -1 : s->desc.boot.rank; // all ranks see this loss
         v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank
                  : status == FSDP_ERR_IO      ? -1
                                               : s->desc.boot.rank;
@@ -2255,7 +2258,7 @@ static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_lock(&s->lock);
     fsdpi_store_request **link = &s->requests, *r;
     while (*link && (*link)->id != f->id) link = &(*link)->next;
-    r = *link; // NULL: the caller has given it up
+    r = *link; // NULL: the caller has abandoned it
     if (r) {
         fsdp_status status = f->flags <= FSDP_ERR_INTERNAL ? (fsdp_status)f->flags
                                                            : FSDP_ERR_INTERNAL;
@@ -2268,7 +2271,7 @@ static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_unlock(&s->lock);
 }
 
-// Handles one frame of the server. 0: the connection has ended.
+// Handles one frame of the server. Returns 0 if the connection has ended.
 static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
     fsdpi_failure v;
     int32_t rank;
@@ -2294,7 +2297,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
     return 1;
 }
 
-// Handles all frames that have come. 0: the connection has ended.
+// Handles all frames that have arrived. Returns 0 if the connection has ended.
 static int fsdpi_store_take_all(fsdpi_store *s) {
     fsdpi_frame f;
     int whole;
@@ -2324,7 +2327,7 @@ static void fsdpi_store_receive(fsdpi_store *s) {
     }
 }
 
-// Queues a frame, and wakes the thread. Its answer goes to *r; r NULL: it has none.
+// Queues a frame, and wakes the thread. The frame's answer goes to *r; r NULL: no answer.
 static fsdp_status fsdpi_store_post(fsdpi_store *s, fsdpi_frame *f, fsdpi_store_request *r) {
     fsdpi_lock(&s->lock);
     fsdp_status status = fsdpi_store_ended(s);
@@ -2354,7 +2357,7 @@ static void fsdpi_store_beat_once(fsdpi_store *s) {
     (void)fsdpi_store_post(s, &f, NULL);
 }
 
-// The time between two beats: the server gets at most 1,000 beats in a second.
+// Returns the time between two beats: the server gets at most 1,000 beats per second.
 static int64_t fsdpi_store_beat_ns(int size) {
     return size > 50 ? (int64_t)size * 1000000 : FSDPI_STORE_BEAT_NS;
 }
@@ -2376,7 +2379,7 @@ static void *fsdpi_store_main(void *arg) {
         if (leaving && leave_ns == INT64_MAX) leave_ns = now + FSDPI_STORE_GRACE;
         if (leaving && (s->gone || now >= leave_ns)) return NULL;
         if (!leaving && !s->gone && now >= beat_ns) {
-            if (!(events & POLLOUT)) fsdpi_store_beat_once(s); // else it reads slowly
+            if (!(events & POLLOUT)) fsdpi_store_beat_once(s); // bytes wait if the server is slow
             beat_ns = now + interval;
         }
         fsdpi_lock(&s->lock);
@@ -2400,7 +2403,7 @@ static void *fsdpi_store_main(void *arg) {
     }
 }
 
-// One request and its answer.
+// Sends one request, and waits for its answer.
 static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, const void *in,
                                     size_t bytes, void *out, size_t cap, size_t *out_bytes,
                                     int64_t timeout_ns) {
@@ -2419,7 +2422,7 @@ static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, con
     for (int64_t left; !FSDPI_LOAD(&r.done) && (left = until - fsdpi_store_now(s)) > 0;)
         fsdpi_futex_wait(&r.done, 0, left < 50000000 ? left : 50000000, 0);
     fsdpi_lock(&s->lock);
-    if (!r.done) { // it gives up: a later answer is dropped
+    if (!r.done) { // abandoned: a later answer is dropped
         fsdpi_store_request **link = &s->requests;
         while (*link != &r) link = &(*link)->next;
         *link = r.next;
@@ -2430,9 +2433,9 @@ static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, con
     return r.status;
 }
 
-/* The functions for callers. Several threads may call them at once. If there is a verdict, they
-   fail with its status; after the server has ended in order, with FSDP_ERR_PEER_LOST; if no answer
-   comes in time, with FSDP_ERR_TIMEOUT. */
+/* The functions for callers. Several threads may call them at once. After a failure of the world
+   they fail with its status; after the server has ended in order, with FSDP_ERR_PEER_LOST; without
+   an answer in time, with FSDP_ERR_TIMEOUT. */
 
 static FSDPI_UNUSED fsdp_status fsdpi_store_set_within(fsdpi_store *s, const char *key,
                                                        const void *value, size_t bytes,
@@ -2445,7 +2448,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_set(fsdpi_store *s, const char *key,
     return fsdpi_store_set_within(s, key, value, bytes, s->desc.boot.timeout_ns);
 }
 
-// Waits until the key is there. INVALID_ARG with *bytes > cap: the value is larger than that.
+// Waits until the key exists. Returns INVALID_ARG with *bytes > cap if the value is larger than
+// cap.
 static FSDPI_UNUSED fsdp_status fsdpi_store_get(fsdpi_store *s, const char *key, void *value,
                                                 size_t cap, size_t *bytes, int64_t timeout_ns) {
     char timeout[8];
@@ -2460,7 +2464,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_delete(fsdpi_store *s, const char *k
                             s->desc.boot.timeout_ns);
 }
 
-// What a rank was doing when it was last heard of.
+// Asks for the state of a rank at its last frame.
 static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_peer *out,
                                                 int64_t timeout_ns) {
     char which[4], value[24 + sizeof out->text];
@@ -2479,14 +2483,14 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_
     return FSDP_OK;
 }
 
-// 1: there is a verdict, and *out has it unless out is NULL.
+// Returns 1 if the world has failed; *out, unless out is NULL, gets the failure.
 static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) {
     if (!FSDPI_LOAD(&s->judged)) return 0;
     if (out) *out = s->verdict; // written once
     return 1;
 }
 
-/* Gives a verdict. When it returns there is one: the job's first, or, if the server does not answer
+/* Fails the world. On return there is a failure: the job's first, or, if the server does not answer
    within FSDPI_STORE_ABORT_NS, this one. Any thread may call it. */
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
@@ -2510,22 +2514,22 @@ static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, c
     fsdpi_store_wake(s->wake);
 }
 
-// Has a rank said goodbye?
+// Returns 1 if a rank has left in order.
 static FSDPI_UNUSED int fsdpi_store_has_left(fsdpi_store *s, int rank) {
     return __atomic_load_n(&s->left[rank], __ATOMIC_ACQUIRE);
 }
 
-// A numeric address under which peers reach this rank's host.
+// Returns a numeric address under which peers reach this rank's host.
 static FSDPI_UNUSED const char *fsdpi_store_address(const fsdpi_store *s) { return s->address; }
 
-// Says goodbye, so that this rank is not taken for dead, and ends the store if this rank serves.
+// Sends BYE, so that this rank is not taken for dead, and ends the store if this rank serves.
 static FSDPI_UNUSED void fsdpi_store_close(fsdpi_store *s) {
     if (!s) return;
     fsdp_allocator allocator = s->desc.boot.allocator;
     if (s->running) {
         fsdpi_frame f = {FSDPI_STORE_BYE, 0, 0, 0, 0, NULL, NULL};
         fsdpi_lock(&s->lock);
-        if (!s->gone) // also after a verdict
+        if (!s->gone) // also after a failure
             (void)fsdpi_frame_put(&allocator, &s->out, &f, &s->seal_out);
         FSDPI_STORE(&s->leaving, 1u);
         fsdpi_unlock(&s->lock);
@@ -2539,7 +2543,7 @@ static FSDPI_UNUSED void fsdpi_store_close(fsdpi_store *s) {
     fsdpi_free(&allocator, s);
 }
 
-// Waits until all have joined.
+// Waits until all ranks have joined.
 static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text *error) {
     for (int64_t left = 1; left > 0;) {
         uint32_t changed = FSDPI_LOAD(&s->changed);
@@ -2561,7 +2565,8 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
     return status ? status : FSDP_ERR_TIMEOUT;
 }
 
-// The address that the user gives; else the local address of the connection to the store.
+// Finds the address that the user gives, otherwise the local address of the connection to the
+// store.
 static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
     fsdpi_store_place chosen;
     int family = s->local.at.any.sa_family;
@@ -2574,11 +2579,11 @@ static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
     if (!status) return FSDP_OK;
     char reason[FSDPI_REASON];
     (void)snprintf(reason, sizeof reason, "rank %d: %s", s->desc.boot.rank, error->buf);
-    fsdpi_store_abort(s, status, "", reason); // the others have joined already
+    fsdpi_store_abort(s, status, "", reason); // other ranks have joined already
     return status;
 }
 
-// One rank warns that the token can be guessed. On one host the system tells users apart.
+// Warns, on one rank, that the token can be guessed. On one host the system distinguishes users.
 static void fsdpi_store_warn(const fsdpi_store *s) {
     const fsdp_boot *boot = &s->desc.boot;
     uint8_t token[32];
@@ -2636,8 +2641,8 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     return status ? status : fsdpi_store_find_address(s, error);
 }
 
-/* Meets the other ranks: serves if this rank has to, joins, and waits until all have joined, at
-   most boot.timeout_ns. After a failure *out is NULL and error has a text, without "rank N". */
+/* Meets the other ranks: serves if this rank must, joins, and waits until all have joined, at most
+   boot.timeout_ns. After a failure *out is NULL and error has a text, without "rank N". */
 static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, fsdpi_store **out,
                                                  char *error, size_t cap) {
     fsdpi_text t = {error, cap, 0};

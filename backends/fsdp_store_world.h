@@ -1,8 +1,8 @@
-/* fsdp_store_world.h - a world whose ranks meet at a store: the verdict of backends without common
-   memory
+/* fsdp_store_world.h - a world whose ranks meet at a store, which distributes failures
 
-   The store keeps the verdict, pushes it to all ranks, and makes it itself when a rank is lost. A
-   backend's world begins with fsdpi_store_world; its table has the functions below.
+   For backends without common memory. The store keeps the world's failure, pushes it to all ranks,
+   and makes one itself when a rank is lost. A backend's world begins with fsdpi_store_world; its
+   table has the functions below.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -22,13 +22,13 @@
 #include <unistd.h>
 
 #define FSDPI_STORE_ASK_NS   ((int64_t)80000000)   // for the store to answer about a rank
-#define FSDPI_STORE_CAUSE_NS ((int64_t)1000000000) // for it to know why a connection has ended
+#define FSDPI_STORE_CAUSE_NS ((int64_t)1000000000) // for the store to find why a connection ended
 
 typedef struct fsdpi_store_world {
     fsdpi_comm_world base;
     fsdpi_store *store; // NULL: the ranks have not met yet
-    char job[160];      // if ranks are threads
-    int is_mute;        // 1: the store has not answered once, and is not asked again
+    char job[160];      // name of the job, if ranks are threads
+    int is_mute;        // 1: the store has failed to answer, and is not asked again
     int shows_hosts;    // 1: the store has an address of each rank's host
 } fsdpi_store_world;
 
@@ -74,7 +74,7 @@ static void fsdpi_store_world_host_key(char *key, size_t cap, int rank) {
     (void)snprintf(key, cap, "host/%d", rank);
 }
 
-// Shows an address of this rank's host, for the texts of others. All ranks call it.
+// Publishes an address of this rank's host, for the texts of other ranks. All ranks call it.
 static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
     fsdpi_store_world *w = fsdpi_store_world_of(c);
     const char *address = fsdpi_store_address(w->store);
@@ -84,7 +84,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
     return fsdpi_store_set(w->store, key, address, strlen(address));
 }
 
-// Asks the store about a rank. 0: it does not answer.
+// Asks the store about a rank. Returns 0 if it does not answer.
 static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
     char key[32];
     size_t bytes;
@@ -94,7 +94,7 @@ static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *
         return 0;
     }
     fsdpi_store_world_host_key(key, sizeof key, rank);
-    if (w->shows_hosts) // *out is zeroed: the text ends
+    if (w->shows_hosts) // *out is zeroed, which ends the text
         (void)fsdpi_store_get(w->store, key, out->host, sizeof out->host - 1, &bytes,
                               FSDPI_STORE_ASK_NS / 8);
     return 1;
@@ -104,10 +104,11 @@ static int fsdpi_store_world_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
     return fsdpi_store_world_ask_of(fsdpi_store_world_of(c), rank, out);
 }
 
-/* A transport has failed, and names nobody, or only a neighbour: a connection broke, a peer
-   aborted. The store learns on its own way who has died or left. So a verdict, or a member that has
-   left, wins over the transport's error, also if it comes later; but not later than `until`.
-   who: the only member that counts, or -1. Returns a member that has left, or one of these. */
+/* Returns the cause of a transport's error: a member that has left, or one of the constants below.
+   A transport names no rank, or only a neighbour (a connection broke, a peer aborted); the store
+   finds dead or closed ranks independently. So a failure of the world, or a member that has left,
+   is preferred to the transport's error, if it is known before `until`. who: the only member that
+   counts, or -1. */
 enum { FSDPI_CAUSE_VERDICT = -1, FSDPI_CAUSE_AWAITED = -2, FSDPI_CAUSE_UNKNOWN = -3 };
 static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
@@ -119,7 +120,8 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
                                                           : FSDPI_CAUSE_UNKNOWN;
 }
 
-// The same in a call of this comm, whose deadline it keeps: it waits, and never returns AWAITED.
+// Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline.
+// Never returns AWAITED.
 static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
     int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
     int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
@@ -130,7 +132,8 @@ static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t p
     return cause;
 }
 
-// The deadline has passed: names the members that are missing. verb: what they have not done.
+// Fails the world after the deadline, and names the missing members. verb: the participle in the
+// text "rank 1 has not VERB".
 static FSDPI_UNUSED fsdp_status fsdpi_store_world_late(fsdpi_comm *c, const uint8_t *missing,
                                                        const char *verb) {
     char reason[FSDPI_REASON];
