@@ -317,7 +317,7 @@ static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span,
         if (there > 0) return there;
         if (FSDPI_CK_GET(&s->given_up)) return 0;
         fsdpi_ck_listen(&ck->worker.to_worker, seen, 1000000000);
-        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // waiting for the caller is no stall
+        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // not a stall
     }
 }
 
