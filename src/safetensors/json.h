@@ -24,7 +24,7 @@ typedef struct fsdpi_st_reader {
     int64_t size, at;
     int64_t origin;       // position of the text in the file, for error texts
     const char *inside;   // beginning of error texts
-    fsdpi_st_string name; // of the tensor being read
+    fsdpi_st_string name; // name of the current tensor
     fsdpi_st_out *why;
 } fsdpi_st_reader;
 
