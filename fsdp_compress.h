@@ -77,17 +77,17 @@ FSDP_API void fsdp_compress_destroy(fsdp_compress *compress);
 
 #include <string.h> // memcmp, memcpy
 
-// Owns: the records in place of a reduce-scatter, their lists and memory. Invariant: all of them
-// are on the stream of the reduce-scatter, so that one buffer is enough. It has the f32 sums, the
-// received parts, and the parts to send.
+// The ops in place of a reduce-scatter, their lists and memory. Invariant: all are on the stream of
+// the reduce-scatter, so that one buffer is enough. It contains the f32 sums, the received parts,
+// and the parts to send.
 
-// Lists for the copies of one list of segments. Made once: records that have not run read them.
+// Lists for the copies of one list of segments. Made once, since outstanding ops read them.
 typedef struct fsdpi_compress_lists {
     struct fsdpi_compress_lists *next;
     int64_t bytes;
     int32_t ranks, num;
-    fsdp_seg *segs;                 // [num], as the reduce-scatter has them
-    fsdp_block *pack, *unpack, all; // [num] each; all: the part of a rank
+    fsdp_seg *segs;                 // [num], those of the reduce-scatter
+    fsdp_block *pack, *unpack, all; // [num] each; all: one rank's part
 } fsdpi_compress_lists;
 
 struct fsdp_compress {
@@ -98,8 +98,8 @@ struct fsdp_compress {
     int label, pool;
 };
 
-// Fills the lists. In the slot, each segment has the parts of all ranks: `pack` brings the parts of
-// each rank together. `unpack` brings this rank's sums to the shard.
+// Fills the lists. In the slot, each segment has the parts of all ranks: `pack` collects the parts
+// for each rank. `unpack` copies this rank's sums to the shard.
 static void fsdpi_compress_fill(fsdpi_compress_lists *p) {
     int64_t at = 0, count = 0;
     for (int32_t i = 0; i < p->num; i++) count += p->segs[i].count;
@@ -140,7 +140,7 @@ static fsdpi_compress_lists *fsdpi_compress_lists_of(fsdp_compress *c, const fsd
     return p;
 }
 
-// Makes room for a reduction. All ranks need the same room at the same reduction.
+// Ensures memory for a reduction. All ranks need the same size in the same reduction.
 static fsdp_status fsdpi_compress_room(fsdp_compress *c, int64_t nbytes) {
     if (fsdp_buf_nbytes(c->room) >= nbytes) return FSDP_OK;
     fsdp_buf_destroy(c->model, c->room);
@@ -148,7 +148,7 @@ static fsdp_status fsdpi_compress_room(fsdp_compress *c, int64_t nbytes) {
     return fsdp_buf_create(c->model, c->pool, FSDP_MEMORY_DEVICE, nbytes, &c->room);
 }
 
-// A record like the reduce-scatter: it has the same unit, and ranks compare the same fields.
+// Makes an op like the reduce-scatter: it has the same unit, and ranks compare the same fields.
 static fsdp_op fsdpi_compress_record(const fsdp_compress *c, const fsdp_op *like, int kind) {
     fsdp_op op;
     fsdp_op_init(&op, c->model, like->unit, kind, c->label, like->stream);
@@ -218,8 +218,8 @@ static fsdp_status fsdpi_compress_reduce(fsdp_compress *c, const fsdp_op *scatte
     return status ? status : fsdpi_compress_sum(c, p, scatter, sums, received);
 }
 
-/* If this rank has no memory, it runs the reduce-scatter, and other ranks do not: ranks see that
-   they differ, and the world ends. */
+/* Replaces a reduce-scatter. If this rank has no memory it runs the reduce-scatter itself, while
+   other ranks do not: ranks see that they differ, and the world ends. */
 static int fsdpi_compress_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)model;
     int sends = op->dtype == FSDP_F32 || op->dtype == FSDP_BF16;
@@ -232,7 +232,7 @@ static int fsdpi_compress_op(void *user, fsdp_model *model, fsdp_op *op) {
 static void fsdpi_compress_free(void *user) {
     fsdp_compress *c = (fsdp_compress *)user;
     fsdp_model *m = c->model;
-    fsdp_buf_destroy(m, c->room); // records that read the lists have run
+    fsdp_buf_destroy(m, c->room); // ops that read the lists have run
     while (c->lists) {
         fsdpi_compress_lists *p = c->lists;
         c->lists = p->next;

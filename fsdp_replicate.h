@@ -306,7 +306,7 @@ FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep);
 #include <string.h> // memcpy, memset, strcmp
 
 /* -------------------------------------------------------------------------------------------- */
-// Which bucket each tensor belongs to.
+// Assignment of tensors to buckets.
 
 enum { FSDPI_REP_KEYS = 64 };
 
@@ -316,7 +316,7 @@ typedef struct fsdpi_assign {
     int32_t *bucket;
     int64_t *cap;
     int num_caps, buckets;
-    struct { // the bucket of a key that is not full yet
+    struct { // the bucket of a key that is still open
         int64_t bytes;
         int first, members, cap, number; // first: position in the order; cap: index of its cap
     } open[FSDPI_REP_KEYS];
@@ -325,8 +325,8 @@ typedef struct fsdpi_assign {
 static int fsdpi_assign_at(const fsdpi_assign *a, int i) { return a->order ? a->order[i] : i; }
 static int fsdpi_assign_key(const fsdpi_assign *a, int t) { return a->key ? a->key[t] : 0; }
 
-// The tensors of a key from its bucket's first position to `last` are a bucket. Without an order
-// the number is known: a bucket is opened by its smallest index.
+// Closes a bucket: the tensors of a key from its bucket's first position to `last`. Without an
+// order the number is known: a bucket is opened by its smallest index.
 static void fsdpi_assign_close(fsdpi_assign *a, int key, int last) {
     int number = a->order ? a->buckets++ : a->open[key].number, cap = a->open[key].cap;
     for (int i = a->open[key].first; i <= last; i++)
@@ -349,7 +349,7 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
     for (int i = 0; i < num_caps; i++)
         if (caps[i] < 0) return -1;
     for (int i = 0; i < count; i++) bucket[i] = -1;
-    for (int i = 0; i < count; i++) { // bucket marks those that were met
+    for (int i = 0; i < count; i++) { // bucket marks the tensors that were met
         int t = fsdpi_assign_at(&a, i), known = t >= 0 && t < count && bucket[t] < 0;
         int k = known ? fsdpi_assign_key(&a, t) : -1;
         if (k < 0 || k >= FSDPI_REP_KEYS || nbytes[t] < 0) return -1;
@@ -367,7 +367,7 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
         a.open[k].bytes += nbytes[t] < room ? nbytes[t] : room;
         if (a.open[k].bytes >= caps[a.open[k].cap]) fsdpi_assign_close(&a, k, i);
     }
-    for (int oldest = 0; oldest >= 0;) { // what is left, in the order in which it was opened
+    for (int oldest = 0; oldest >= 0;) { // the open buckets, in the order in which they were opened
         oldest = -1;
         for (int k = 0; k < FSDPI_REP_KEYS; k++)
             if (a.open[k].members && (oldest < 0 || a.open[k].first < a.open[oldest].first))
@@ -378,26 +378,26 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: which gradients of this backward are ready, and which buckets are on their way. Invariants:
-// buckets are reduced in the order of their index; a call in a wrong order changes nothing. All
-// else is a unit's.
+// State: which gradients of this backward are ready, and which buckets are being reduced. Units
+// have all other state. Invariants: buckets are reduced in the order of their index; a call in a
+// wrong order changes nothing.
 
 typedef struct fsdpi_rep_unit {
     fsdp_replicate *rep;
     fsdp_unit *unit;
     int32_t *members; // [num_members] parameters, in order
     int64_t nbytes;
-    int32_t num_members, pending, open; // of this backward: members that are not ready
-    int32_t has_hooks;                  // a trainable member has a post-accumulate hook
-    int32_t due;                        // a backward has ended, and its gradients are not settled
-    int32_t sends;                      // nor the numbers sent, which is due with its reduction
-    fsdp_block part;                    // of the numbers of all parameters, bytes
-    fsdp_replicate_bucket shown;        // to hooks
+    int32_t num_members, pending, open; // in this backward: members not ready; 1: writable
+    int32_t has_hooks;                  // 1: a trainable member has a post-accumulate hook
+    int32_t due;                        // 1: a backward has ended, its use is not settled
+    int32_t sends;                      // 1: its use must be sent with its reduction
+    fsdp_block part;                    // range in the use of all parameters, in bytes
+    fsdp_replicate_bucket shown;        // passed to hooks
 } fsdpi_rep_unit;
 
 typedef struct fsdpi_rep_param {
     int32_t bucket, index; // index: in the bucket's unit
-    uint8_t ready, had;    // of this backward: had: it began with a gradient
+    uint8_t ready, had;    // in this backward: had: 1: it began with a gradient
     uint8_t used;
 } fsdpi_rep_param;
 
@@ -409,21 +409,21 @@ struct fsdp_replicate {
     void *hook_user;
     fsdpi_rep_unit *buckets;
     fsdpi_rep_param *params;
-    int64_t *offsets, *numels;    // of trainable parameters, bucket after bucket
+    int64_t *offsets, *numels;    // trainable parameters, bucket after bucket
     int32_t *members, *trainable; // bucket after bucket
-    int32_t *seen, *order;        // parameters as they get ready; those of a complete backward
+    int32_t *seen, *order;        // parameters as they get ready; those in a complete backward
     int32_t num_params, num_buckets, num_seen, num_order;
-    int32_t next;               // the first bucket that is not reduced
-    int32_t late, began, moved; // began: a backward; moved: `shown` is to be filled in
-    int32_t inside, changed;    // inside the model's backward; changed: `has_hooks` may be another
-    int32_t witness, each;      // a parameter that has a gradient if any has, or -1; each: not so
+    int32_t next;               // first bucket that is not reduced
+    int32_t late, began, moved; // began: a backward has; moved: `shown` must be filled in
+    int32_t inside, changed;    // inside: in the model's backward; changed: `has_hooks` is stale
+    int32_t witness, each;      // witness: has a gradient if any has, or -1; each: 1: test all
     fsdp_status failed;         // the first failure of this backward
-    // Who used what: an i32 for each parameter, bucket after bucket; 1: used.
-    fsdp_buf *mine, *ours;        // of this rank, host memory; then the maximum over the replicas
-    int32_t *found;               // what the host has read of `ours`
-    fsdp_block whole;             // all of them, bytes
+    // Use of parameters: an i32 per parameter, bucket after bucket; 1: used.
+    fsdp_buf *mine, *ours;        // this rank's, in host memory; the maximum over the replicas
+    int32_t *found;               // the host's copy of `ours`
+    fsdp_block whole;             // range of all, in bytes
     fsdp_comm *comm;              // NULL: one rank
-    int32_t label, sent, copying; // sent: all, for this finalize; copying: a record reads `mine`
+    int32_t label, sent, copying; // sent: 1: all, in this finalize; copying: an op reads `mine`
 };
 
 static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_param_view *out) {
@@ -431,13 +431,13 @@ static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_par
     return fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, out);
 }
 
-// m: of an argument that was given, or NULL.
+// Reports a NULL argument. m: a model that was passed, or NULL.
 static fsdp_status fsdpi_rep_null(const fsdp_model *m, const char *call, const char *which) {
     return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call,
                      which);
 }
 
-static void fsdpi_rep_clear(fsdp_replicate *rep) { // the next backward begins
+static void fsdpi_rep_clear(fsdp_replicate *rep) { // for the next backward
     for (int i = 0; i < rep->num_params; i++) rep->params[i].ready = 0;
     for (int k = 0; k < rep->num_buckets; k++) {
         rep->buckets[k].pending = rep->buckets[k].num_members;
@@ -448,14 +448,14 @@ static void fsdpi_rep_clear(fsdp_replicate *rep) { // the next backward begins
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: which parameters were used. A reduced bucket has gradients of all its trainables, zeros
-// where no rank wrote. When the reductions are on their way, the replicas find the maximum of their
-// numbers, and after finalize the gradients that nobody wrote are dropped. A rank that used all
-// parameters knows what is found. With post-accumulate hooks that is too late: such a bucket finds
-// it before its reduction, and leaves unused parameters out.
+// Finds which parameters were used. A reduced bucket has gradients of all its trainable parameters,
+// zeros where no rank wrote. While the reductions run, the replicas find the maximum of their use,
+// and after finalize the gradients that no rank wrote are dropped. A rank that used all parameters
+// knows the result. With post-accumulate hooks that is too late: such a bucket finds the use before
+// its reduction, and leaves unused parameters out.
 // Source: torch: Reducer.all_reduce_local_used_map, finalize_bucket_dense.
 
-// Ranks compare states of records, and come here behind other calls than each other.
+// Makes an op. Ranks compare states of ops, and may come here after different calls.
 static fsdp_op fsdpi_rep_op(const fsdp_replicate *rep, int kind, int stream) {
     fsdp_op op;
     fsdp_op_init(&op, rep->model, NULL, kind, rep->label, stream);
@@ -463,7 +463,7 @@ static fsdp_op fsdpi_rep_op(const fsdp_replicate *rep, int kind, int stream) {
     return op;
 }
 
-// The numbers of a part are on their way: this rank's to `mine` and `ours`, then their maximum.
+// Sends the use of a part: copies this rank's to `mine` and `ours`, then takes the maximum.
 static fsdp_status fsdpi_rep_send(fsdp_replicate *rep, const fsdp_block *part) {
     int32_t *mine = (int32_t *)fsdp_buf_ptr(rep->mine);
     int64_t count = part->width / 4, first = part->src / 4;
@@ -496,7 +496,7 @@ static fsdp_status fsdpi_rep_send(fsdp_replicate *rep, const fsdp_block *part) {
     return status ? status : fsdp_emit(rep->model, &op);
 }
 
-// This rank waits for what the replicas have found of a part. One rank knows it.
+// Waits for the replicas' use of a part, and reads it. A world of one rank knows it.
 static fsdp_status fsdpi_rep_receive(fsdp_replicate *rep, const fsdp_block *part) {
     int64_t first = part->src / 4;
     for (int64_t i = first; i < first + part->width / 4 && !rep->comm; i++)
@@ -512,7 +512,7 @@ static fsdp_status fsdpi_rep_receive(fsdp_replicate *rep, const fsdp_block *part
     return status;
 }
 
-// Are there trainable parameters of a bucket that this rank did not use?
+// Returns 1 if this rank did not use all trainable parameters of a bucket.
 static int fsdpi_rep_lacks(const fsdpi_rep_unit *b) {
     for (int i = 0; i < b->shown.num_params; i++)
         if (!b->rep->params[b->shown.params[i]].used) return 1;
@@ -523,7 +523,8 @@ static int32_t fsdpi_rep_found(const fsdpi_rep_unit *b, const fsdpi_rep_param *p
     return b->rep->found[b->members - b->rep->members + p->index];
 }
 
-// Before the reduction of a bucket with hooks: what another rank used counts as used here.
+// Marks parameters that another rank used as used here, before the reduction of a bucket with
+// hooks.
 static fsdp_status fsdpi_rep_join_use(fsdpi_rep_unit *b) {
     fsdp_replicate *rep = b->rep;
     if (!rep->comm || !b->has_hooks || !fsdp_requires_gradient_sync(b->unit)) return FSDP_OK;
@@ -543,8 +544,9 @@ static uint8_t fsdpi_rep_has_grad(const fsdp_replicate *rep, int param) {
     return v.shard_grad != NULL;
 }
 
-/* The model's backward begins: which parameters have gradients of earlier ones? If zero_grad has
-   dropped that of `witness`, it has dropped all, so that mostly one look is enough. */
+/* Notes, when the model's backward begins, which parameters have gradients of earlier ones. If
+   zero_grad has dropped that of `witness`, it has dropped all, so that one test is usually
+   enough. */
 static void fsdpi_rep_enter(fsdp_replicate *rep) {
     int none = !rep->each && (rep->witness < 0 || !fsdpi_rep_has_grad(rep, rep->witness));
     rep->witness = -1;
@@ -556,7 +558,8 @@ static void fsdpi_rep_enter(fsdp_replicate *rep) {
     rep->inside = 1;
 }
 
-// Since use was settled, a backward of the bucket has ended, and its gradients are reduced.
+// Returns 1 if a backward of the bucket has ended since use was settled, and its gradients are
+// reduced.
 static int fsdpi_rep_is_reduced(const fsdpi_rep_unit *b) {
     fsdp_memory m = FSDP_ZERO;
     if (!b->due || fsdp_unit_memory(b->unit, &m)) return 0;
@@ -564,7 +567,7 @@ static int fsdpi_rep_is_reduced(const fsdpi_rep_unit *b) {
            !m.pool_slots[FSDP_POOL_REDUCE_OUT];
 }
 
-// Of reduced buckets, gradients that no rank wrote are dropped.
+// Drops gradients in reduced buckets that no rank wrote.
 static fsdp_status fsdpi_rep_settle(fsdp_replicate *rep) {
     fsdp_status status = FSDP_OK;
     int lacks = 0;
@@ -589,8 +592,8 @@ static fsdp_status fsdpi_rep_settle(fsdp_replicate *rep) {
     return status;
 }
 
-/* The numbers are sent before the core finalizes, which waits for all reductions, and which may
-   reduce buckets that have waited since a backward without sync. */
+/* Handles finalize. Use is sent before the core finalizes, which waits for all reductions, and
+   which may reduce buckets with unreduced gradients of a backward without sync. */
 static fsdp_status fsdpi_rep_finalize(fsdp_replicate *rep) {
     fsdp_status status = FSDP_OK;
     int sends = 0;
@@ -605,8 +608,8 @@ static fsdp_status fsdpi_rep_finalize(fsdp_replicate *rep) {
         status = fsdpi_rep_send(rep, &rep->whole);
     }
     if (status) return status;
-    status = fsdp_finalize_backward(rep->model); // by later extensions, then by the core
-    int ended = !status;                         // or it reports a failure of an earlier call
+    status = fsdp_finalize_backward(rep->model); // calls later extensions, then the core
+    int ended = !status;                         // or an earlier call failed
     for (int k = 0; k < rep->num_buckets; k++)
         ended |= rep->buckets[k].due && fsdp_unit_state(rep->buckets[k].unit) == FSDP_STATE_IDLE;
     if (!ended || fsdp_world_status(fsdp_model_world(rep->model))) return status;
@@ -653,7 +656,8 @@ static void fsdpi_rep_destroy(void *user) {
     fsdp_free(rep->model, FSDP_MEMORY_HOST, rep, 0);
 }
 
-// The trainable members of each bucket, and where they lie in its message: as their shards do.
+// Finds the trainable members of each bucket, and their offsets in its message: those of their
+// shards.
 static fsdp_status fsdpi_rep_apply_layout(fsdp_replicate *rep) {
     int at = 0, last = 0;
     if (!rep->moved) return FSDP_OK;
@@ -683,8 +687,8 @@ static fsdp_status fsdpi_rep_apply_layout(fsdp_replicate *rep) {
     return FSDP_OK;
 }
 
-// Options have changed, maybe hooks of parameters. Where there is one, the core leaves out what no
-// rank used.
+// Finds the buckets with hooks after options have changed. In such a bucket the core leaves out
+// parameters that no rank used.
 static fsdp_status fsdpi_rep_find_hooks(fsdp_replicate *rep) {
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < rep->num_buckets && rep->changed && !status; k++) {
@@ -706,14 +710,14 @@ static fsdp_status fsdpi_rep_find_hooks(fsdp_replicate *rep) {
 /* -------------------------------------------------------------------------------------------- */
 // Creation.
 
-typedef struct fsdpi_rep_work { // what is needed only to create
-    fsdp_param_desc *params;    // [2 * num_params] in order; then those of a bucket
-    int64_t *nbytes, *counts;   // counts: towards caps
+typedef struct fsdpi_rep_work { // needed only during creation
+    fsdp_param_desc *params;    // [2 * num_params] in order; then those of one bucket
+    int64_t *nbytes, *counts;   // counts: bytes that count towards caps
     int32_t *key, *order, *bucket, *place;
     char (*names)[16]; // "p0", ...
 } fsdpi_rep_work;
 
-// Copies of the descs, whose array may have an older header's stride; sizes and keys of tensors.
+// Copies the descs, whose array may have an older header's stride. Finds sizes and keys of tensors.
 static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc *d,
                                     fsdpi_rep_work *w) {
     size_t stride = 0;
@@ -745,7 +749,8 @@ static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc
     return FSDP_OK;
 }
 
-// Frozen parameters come last, and fill no bucket: so theirs are the last ones.
+// Assigns parameters to buckets. Frozen ones come last and fill no bucket, so their buckets are
+// last.
 static fsdp_status fsdpi_rep_assign(fsdp_world *world, const fsdp_replicate_desc *d,
                                     fsdpi_rep_work *w, int32_t *num_buckets) {
     int64_t two[2] = {d->first_bytes, d->bucket_bytes ? d->bucket_bytes : 25 << 20};
@@ -781,7 +786,7 @@ static fsdp_status fsdpi_rep_assign(fsdp_world *world, const fsdp_replicate_desc
     return FSDP_OK;
 }
 
-// The mesh info of the buckets, and the 1-D mesh of its replicas.
+// Finds the mesh info of the buckets, and the 1-D mesh of its replicas.
 static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *d,
                                   fsdp_mesh_info *info, const fsdp_mesh **replicas) {
     fsdp_world *world = fsdp_model_world(model);
@@ -816,7 +821,7 @@ static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *
     return status;
 }
 
-// Which parameters a bucket has, and its unit.
+// Makes a bucket's unit from its parameters.
 static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replicate_desc *d,
                                          const fsdp_mesh_info *info, const fsdpi_rep_work *w,
                                          fsdpi_rep_unit *b) {
@@ -849,11 +854,11 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
     ud.mesh_info = info;
     fsdp_status status = fsdp_fully_shard(rep->model, &ud, &b->unit);
     if (!status) status = fsdp_set_reduce_scatter_unused_params(rep->model, b->unit, 1);
-    // Ranks open a bucket at different times, so that it must not start to gather another unit.
+    // Ranks open a bucket at different times, so it must not start to gather another unit.
     return status ? status : fsdp_set_modules_to_backward_prefetch(b->unit, &b->unit, 1);
 }
 
-// What the record "replicate_used" needs.
+// Allocates the buffers and the communicator of the op "replicate_used".
 static fsdp_status fsdpi_rep_exchange(fsdp_replicate *rep, int num_params) {
     fsdp_model *m = rep->model;
     int pool = fsdp_pool_register(m, "replicate");
@@ -972,7 +977,7 @@ static fsdp_status fsdpi_rep_keep(fsdp_replicate *rep, fsdp_status status) {
     return status;
 }
 
-// Are there such parameters? If `fresh`: none of them is ready yet.
+// Checks that the parameters exist. If `fresh`, also that none of them is ready yet.
 static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, int first,
                                    int count, int fresh) {
     if (!rep) return fsdpi_rep_null(NULL, call, "rep");
@@ -993,7 +998,7 @@ static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, 
     return FSDP_OK;
 }
 
-// A bucket's gradients can be written; its message begins.
+// Opens a bucket: its message begins, and its gradients can be written.
 static fsdp_status fsdpi_rep_open(fsdpi_rep_unit *b) {
     if (b->open) return FSDP_OK;
     fsdp_status status = fsdpi_rep_find_hooks(b->rep);
@@ -1003,7 +1008,7 @@ static fsdp_status fsdpi_rep_open(fsdpi_rep_unit *b) {
     return FSDP_OK;
 }
 
-// The next bucket is complete, or its backward ends as it is.
+// Reduces the next bucket: it is complete, or the backward ends.
 static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
     fsdpi_rep_unit *b = &rep->buckets[rep->next];
     fsdp_status status = fsdpi_rep_open(b);
@@ -1016,12 +1021,12 @@ static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
     return FSDP_OK;
 }
 
-// A getter fails: as those of fsdp.h do.
+// Returns the result of a getter that fails, as those of fsdp.h do.
 static void *fsdpi_rep_undefined(fsdp_replicate *rep, fsdp_status status) {
     return rep ? fsdp_fallback_ptr(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
 }
 
-// The getters. dtype KEEP: whatever it has.
+// The getters. dtype KEEP: any.
 static void *fsdpi_rep_data(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
     fsdp_status status = fsdpi_rep_check(rep, "replicate_data", param, 1, 0);
     if (status) return fsdpi_rep_undefined(rep, status);
@@ -1035,7 +1040,7 @@ static void *fsdpi_rep_grad(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
     if (status) return fsdpi_rep_undefined(rep, status);
     fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
-    if (alive) (void)fsdpi_rep_keep(rep, fsdpi_rep_open(b)); // if it fails, so does the next one
+    if (alive) (void)fsdpi_rep_keep(rep, fsdpi_rep_open(b)); // the next call fails too
     void *grad = dtype ? fsdp_grad_as(b->unit, p->index, dtype) : fsdp_grad(b->unit, p->index);
     p->used |= grad != NULL;
     return grad;
@@ -1056,7 +1061,7 @@ FSDP_API void *fsdp_replicate_grad_as(fsdp_replicate *rep, int param, fsdp_dtype
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count) {
     fsdp_status status = rep ? fsdp_world_status(fsdp_model_world(rep->model)) : FSDP_OK;
     if (!status) status = fsdpi_rep_check(rep, "replicate_ready", first, count, 1);
-    for (int i = first; !status && i < first + count; i++) // before anything changes
+    for (int i = first; !status && i < first + count; i++) // before any change
         status = fsdpi_rep_open(&rep->buckets[rep->params[i].bucket]);
     if (status) return fsdpi_rep_keep(rep, status);
     for (int i = first + count - 1; i >= first; i--) {
@@ -1085,7 +1090,7 @@ FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Questions, and what is done between steps.
+// Queries, and calls between steps.
 
 FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, fsdp_unit **unit,
                                          int *index) {
@@ -1135,7 +1140,7 @@ FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     return status;
 }
 
-// In place of a bucket's all-reduce.
+// Runs a hook in place of a bucket's all-reduce.
 static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                                     const fsdp_coll *coll) {
     fsdpi_rep_unit *b = (fsdpi_rep_unit *)user;
@@ -1166,7 +1171,7 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
     fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;
-    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_FULL, "replicate_join"); // all idle
+    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_FULL, "replicate_join"); // all units are idle
     if (!status)
         status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)

@@ -25,7 +25,7 @@
 #include <string.h>
 
 /* -------------------------------------------------------------------------------------------- */
-// Begin and end of an object.
+// Creation and destruction.
 
 static fsdp_status fsdpi_ck_null(fsdp_world *w, const char *call, const char *which) {
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E441] %s: %s is NULL", call, which);
@@ -78,7 +78,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
-    if (ck->stuck) { // a thread still uses it, and ends after its file call
+    if (ck->stuck) { // the thread uses it until its file call returns
         FSDPI_CK_PUT(&ck->worker.stop, 1);
         (void)pthread_detach(ck->worker.thread);
         return;
@@ -87,7 +87,8 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(m, rooms[i]);
     fsdp_free(m, FSDP_MEMORY_HOST, ck, (int64_t)sizeof *ck);
 }
-// The model or the checkpoint object ends: a save under way is given up.
+// Ends the object's use of the model: aborts a save in progress. Runs when the model or the
+// checkpoint object ends.
 static void fsdpi_ck_end_of_model(void *user) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)user;
     fsdpi_ck_watch watch = {0, 0};
@@ -147,7 +148,7 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
     fsdp_checkpoint *ck = (fsdp_checkpoint *)room;
     fsdp_world *world = fsdp_model_world(model);
     if (!mine) mine = fsdpi_ck_init(ck, model, desc);
-    fsdp_status status = fsdpi_ck_agree(world, call, mine); // a commit is for all ranks or none
+    fsdp_status status = fsdpi_ck_agree(world, call, mine); // all ranks commit, or none
     if (!status) {
         mine = fsdp_model_commit(model);
         if (!mine) mine = fsdpi_ck_tabulate(ck, call, 0);
@@ -175,7 +176,8 @@ static fsdp_status fsdpi_ck_finish(fsdp_checkpoint *ck, const char *call) {
     return status;
 }
 
-// Begins a save: afterwards the worker writes, and all is copied.
+// Begins a save. On return the worker is writing, and all tensors that need a copy have been
+// copied.
 static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, const char *dir,
                                        int64_t step, int is_async) {
     fsdpi_ck_save *s = &ck->save;
@@ -262,7 +264,7 @@ static void fsdpi_ck_find_steps(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_disk *d = &ck->disk;
     if (!fsdpi_ck_list_steps(d, ck->io.path, &ck->found) || d->error != ENOENT) return;
-    fsdpi_ck_forget(d); // no run yet: a save makes its directory, but not the parent of it
+    fsdpi_ck_forget(d); // no run directory yet: a save creates it, but not its parent
     fsdpi_ck_parent(ck->save.scratch, ck->io.path);
     if (fsdpi_ck_begin(d, "list", ck->save.scratch)) return;
     int error = d->ops->list(d->user, ck->save.scratch, fsdpi_ck_stop_at_once, NULL);
@@ -270,7 +272,8 @@ static void fsdpi_ck_find_steps(void *arg) {
         fsdpi_ck_no_parent(d, ck->io.path);
 }
 
-// Is a checkpoint complete? Its manifest has to be right, and its files there with their sizes.
+// Sets *complete if the checkpoint has a valid manifest, and all its files with the sizes listed
+// there.
 static fsdp_status fsdpi_ck_look_at(fsdp_checkpoint *ck, const char *path, int *complete) {
     fsdpi_ck_opened o;
     fsdpi_ck_manifest m;
@@ -293,7 +296,8 @@ static fsdp_status fsdpi_ck_look_at(fsdp_checkpoint *ck, const char *path, int *
         }
     }
     fsdpi_ck_opened_end(&ck->io, &o);
-    // It skips a broken checkpoint. If the file system fails, or memory is short, the call fails.
+    // A broken checkpoint is skipped. A failure of the file system, or a lack of memory, fails the
+    // call.
     return status == FSDP_ERR_CORRUPT || status == FSDP_ERR_UNSUPPORTED ? FSDP_OK : status;
 }
 
@@ -357,7 +361,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
     fsdpi_ck_load *l = (fsdpi_ck_load *)room.ptr;
     if (!mine) memset(l, 0, sizeof *l);
-    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // else a thread still uses it
+    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // otherwise the hung thread still uses ck->io
     if (!mine)
         mine = fsdp_desc_read(ck->world, &l->desc, desc, sizeof l->desc,
                               "fsdp_checkpoint_load_desc");
@@ -374,7 +378,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
     if (!mine && !status) mine = fsdpi_ck_same_args(ck, call, &args, &first);
     if (!status) status = fsdpi_ck_agree(ck->world, call, mine);
-    int began = !status; // else no worker can use the room
+    int began = !status; // otherwise no worker can be using the memory
     if (began) {
         l->ck = ck;
         l->io = &ck->io;

@@ -24,16 +24,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: which tensor goes to which file, and the writing until one rename. Files are written one
-// after another, from the first byte to the last, in pieces. A piece is some boxes that are read
-// into one buffer.
+// Chooses a file for each tensor, and writes into a temporary directory that one rename completes.
+// Files are written one after another, from the first byte to the last. A piece is a number of
+// boxes that are read into one buffer.
 
 // A tensor of the new directory.
 typedef struct fsdpi_ck_out {
     const char *name;
     int64_t tensor;   // index in the reader
     int64_t nbytes;   // in the new file
-    fsdp_dtype dtype; // elements are moved as this
+    fsdp_dtype dtype; // dtype as which elements are moved
     int32_t file;
 } fsdpi_ck_out;
 
@@ -45,9 +45,9 @@ typedef struct fsdpi_ck_export {
     int64_t num_outs, num_averages, num_crcs, total_bytes, step;
     int32_t num_files;
     int sharded; // 1: boxes, a manifest
-    void *file;  // that is written
+    void *file;  // the file that is written
     char out[FSDP_CHECKPOINT_PATH], parent[FSDP_CHECKPOINT_PATH], tmp[FSDP_CHECKPOINT_PATH];
-    char path[FSDP_CHECKPOINT_PATH]; // of the file
+    char path[FSDP_CHECKPOINT_PATH]; // path of that file
 } fsdpi_ck_export;
 
 static fsdpi_ck_out *fsdpi_ck_out_at(const fsdpi_ck_export *x, int64_t index) {
@@ -60,12 +60,12 @@ static int fsdpi_ck_by_out(const void *a, const void *b) {
 /* -------------------------------------------------------------------------------------------- */
 // The plan.
 
-// Is it the name of a state, and not of a parameter?
+// Returns 1 if the name is that of a state, not of a parameter.
 static int fsdpi_ck_is_state(const char *name) {
     return strncmp(name, "optim.", 6) == 0 || strncmp(name, "fsdp.", 5) == 0;
 }
 
-// The average of a parameter, or if it has none, the parameter.
+// Sets *out to the index of the parameter's average or, if it has none, of the parameter.
 static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_t *out) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index), *average;
     char name[FSDP_CHECKPOINT_NAME + 32];
@@ -89,7 +89,7 @@ static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_
     return FSDP_OK;
 }
 
-// Adds one tensor of the source, under its new name, unless it is left out.
+// Adds one tensor of the source under its new name. A tensor that desc leaves out is not added.
 static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
     char *renamed = (char *)x->names.ptr + x->num_outs * FSDP_CHECKPOINT_NAME;
@@ -117,12 +117,12 @@ static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     return FSDP_OK;
 }
 
-// Chooses the file of each tensor by the rule of huggingface_hub, in the order of names. A tensor
-// above the limit gets a file of its own; the file that was being filled is then filled further.
+// Chooses the file of each tensor by huggingface_hub's rule, in the order of names. A tensor above
+// the limit gets a file of its own; afterwards the file in progress is filled further.
 static void fsdpi_ck_split(fsdpi_ck_export *x) {
     const int64_t most = x->desc.max_file_bytes ? x->desc.max_file_bytes : INT64_C(5000000000);
-    int64_t filled = 0, first = 0; // of the file that is being filled
-    int32_t done = 0;              // files that are complete
+    int64_t filled = 0, first = 0; // bytes, and first tensor, in the file in progress
+    int32_t done = 0;              // number of complete files
     int open = 0;
     for (int64_t i = 0; i < x->num_outs; i++) {
         fsdpi_ck_out *o = fsdpi_ck_out_at(x, i);
@@ -179,7 +179,7 @@ static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
                             0);
 }
 
-// The rows of a tensor in file `file`, as if so many ranks that hold all of it had saved it.
+// Returns the number of a tensor's rows in file `file`: the shard that rank `file` would save.
 static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int file,
                                   int64_t *first) {
     const fsdpi_ck_out *o = fsdpi_ck_out_at(x, index);
@@ -196,7 +196,7 @@ static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int f
     return mine.count ? mine.count : -1;
 }
 
-// The entries of a file, not sorted yet. Returns their number.
+// Lists the entries of a file, unsorted. Returns their number.
 static int64_t fsdpi_ck_file_entries(const fsdpi_ck_export *x, int file) {
     int64_t num = 0, first;
     for (int64_t i = 0; i < x->num_outs; i++) {
@@ -240,7 +240,7 @@ static fsdp_status fsdpi_ck_write_bytes(fsdpi_ck_export *x, const void *from, in
     (void)fsdpi_ck_write(&x->in->disk, x->file, x->path, from, nbytes, at);
     return fsdpi_ck_disk_status(&x->in->io);
 }
-// Closes the file. If `status` is a failure, returns that.
+// Closes the file. Returns `status` if it is a failure, otherwise the result of closing.
 static fsdp_status fsdpi_ck_finish_file(fsdpi_ck_export *x, fsdp_status status) {
     fsdpi_ck_forget(&x->in->disk);
     if (!status) (void)fsdpi_ck_sync(&x->in->disk, x->file, x->path);
@@ -254,8 +254,8 @@ static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int
     return fsdpi_ck_finish_file(x, fsdpi_ck_write_bytes(x, x->text.ptr, nbytes, 0));
 }
 
-/* The largest contiguous box of at most `most` elements that begins with element `at` of a tensor.
-   Returns its number of elements. */
+/* Finds the largest contiguous box of at most `most` elements that begins with element `at` of a
+   tensor. Returns its number of elements. */
 static int64_t fsdpi_ck_next_box(int ndim, const int64_t *shape, int64_t at, int64_t most,
                                  int64_t *start, int64_t *size) {
     int64_t inner = fsdpi_ck_volume(ndim, shape), rest = at, n = 1;
@@ -281,7 +281,8 @@ static const fsdpi_ck_out *fsdpi_ck_out_of(const fsdpi_ck_export *x, const char 
                                          fsdpi_ck_by_out);
 }
 
-// Reads the next piece of a file's data, from element *at of entry *next on. *used: its bytes.
+// Reads the next piece of a file's data, beginning with element *at of entry *next. Sets *used to
+// its bytes.
 static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t *next, int64_t *at,
                                        int64_t *used) {
     fsdp_status status = FSDP_OK;
@@ -304,7 +305,7 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
     return status ? status : fsdpi_ck_read_all(&x->in->reader);
 }
 
-// The header of a file, and its sizes.
+// Prints the header of a file, and computes its sizes.
 static fsdp_status fsdpi_ck_print_file(fsdpi_ck_export *x, int file, int64_t num) {
     fsdp_safetensors_entry *entries = (fsdp_safetensors_entry *)x->entries.ptr;
     int64_t *sizes = (int64_t *)x->sizes.ptr + 3 * (int64_t)file;
@@ -353,8 +354,8 @@ static fsdp_status fsdpi_ck_write_one(fsdpi_ck_export *x, int file) {
 /* -------------------------------------------------------------------------------------------- */
 // Manifest or index.
 
-// A string as Python's json prints it: in ASCII. Returns its bytes; `to` has room for them or is
-// NULL.
+// Prints a string as Python's json does, in ASCII. Returns the number of bytes. `to` has room for
+// them, or is NULL.
 static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
     char one[16];
     int64_t used = 0;
@@ -367,7 +368,7 @@ static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
                          ? (u[0] & 7u) << 18 | (u[1] & 63u) << 12 | (u[2] & 63u) << 6 | (u[3] & 63u)
                          : 0;
         int n = fsdpi_st_escape(*s, one);
-        if (size < 1) size = 1; // names were checked: this does not happen
+        if (size < 1) size = 1; // a guard: names have been checked
         if (*u == 127) c = 127;
         if (c >= 0x10000)
             n = snprintf(one, sizeof one, "\\u%04x\\u%04x", 0xD800u + ((c - 0x10000) >> 10),
@@ -379,7 +380,7 @@ static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
     return used;
 }
 
-// model.safetensors.index.json, as huggingface_hub and transformers print it, names sorted.
+// Writes model.safetensors.index.json as huggingface_hub and transformers print it, sorted by name.
 static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
     int64_t most = 256;
     for (int64_t i = 0; i < x->num_outs; i++)
@@ -413,7 +414,8 @@ static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
 /* -------------------------------------------------------------------------------------------- */
 // Directories.
 
-// OUT without slashes at its end, its parent, and the name of a temporary directory beside it.
+// Derives three paths: OUT without slashes at its end, its parent, and a temporary directory next
+// to it.
 static fsdp_status fsdpi_ck_export_paths(fsdpi_ck_export *x, const char *out) {
     char leaf[FSDPI_CK_LEAF];
     snprintf(x->out, sizeof x->out, "%s", out);

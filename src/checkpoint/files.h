@@ -16,8 +16,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// Owns: the default fsdp_file_ops. Strict C99 hides three functions of unistd.h: they are declared
-// here under private names of the same symbols.
+// The default fsdp_file_ops, and calls that retry and report failures. Strict C99 hides three
+// functions of unistd.h, which are declared here under private names of the same symbols.
 
 extern ssize_t fsdpi_ck_pread(int fd, void *buf, size_t count, int64_t at) __asm__("pread64");
 extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
@@ -25,12 +25,12 @@ extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
 extern int fsdpi_ck_fsync(int fd) __asm__("fsync");
 
 enum {
-    FSDPI_CK_O_CLOEXEC = 02000000, // what fcntl.h hides in strict C99
-    FSDPI_CK_PIECE = 4 << 20,      // bytes of one file call, and of a copy through memory
+    FSDPI_CK_O_CLOEXEC = 02000000, // hidden by fcntl.h in strict C99
+    FSDPI_CK_PIECE = 4 << 20,      // bytes in one file call, or in a copy through memory
     FSDPI_CK_BLOCK = 1 << 20,      // bytes of data that share a checksum
-    FSDPI_CK_LEAF = 96,            // a name in a directory that is ours, with its end
+    FSDPI_CK_LEAF = 96,            // bytes of a name that the library chooses, with its terminator
     FSDPI_CK_MOST_HEADER = 100000000,
-    FSDPI_CK_MOST_TEXT = 64 << 20, // bytes of a manifest or an index
+    FSDPI_CK_MOST_TEXT = 64 << 20, // bytes in a manifest or an index
     FSDPI_CK_MOST_FILES = 1000000
 };
 
@@ -38,7 +38,7 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
-// open(2). The descriptor is not 0, 1 or 2: a program may print there although it has closed them.
+// Opens a file, never as descriptor 0, 1 or 2: a program may print there after closing them.
 static int fsdpi_ck_open_fd(const char *path, int flags) {
     int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
     if (fd < 0 || fd > 2) return fd;
@@ -97,7 +97,8 @@ static int fsdpi_ck_os_sync_dir(void *user, const char *path) {
     (void)close(fd);
     return error;
 }
-// rename(2) would replace an empty directory, so this looks first. Only one job makes a step.
+// Fails with EEXIST if `to` exists: rename(2) would replace an empty directory. One job saves a
+// step.
 static int fsdpi_ck_os_rename(void *user, const char *from, const char *to) {
     struct stat st;
     (void)user;
@@ -141,16 +142,16 @@ static const fsdp_file_ops fsdpi_ck_os_files = {
     fsdpi_ck_os_list,
 };
 
-// The file functions of an object, and the first call that failed.
+// The file functions of an object, and its first failure.
 typedef struct fsdpi_ck_disk {
     const fsdp_file_ops *ops;
     void *user;
-    uint32_t moves;    // file calls that have ended: if it stays, the worker stalls
-    const char *doing; // the file call under way, and its path, for the text of a stall
+    uint32_t moves;    // file calls that have ended; unchanged while the worker hangs
+    const char *doing; // the current file call and its path, for the text of a stall
     const char *path;
-    uint32_t left;      // 1: the caller has given the worker up
-    fsdp_status status; // of the first failure
-    int error;          // its errno value; 0: none
+    uint32_t left;      // 1: the caller no longer waits for the worker
+    fsdp_status status; // the first failure
+    int error;          // the errno value of that failure; 0: none
     char text[FSDP_CHECKPOINT_PATH + 256];
 } fsdpi_ck_disk;
 
@@ -165,7 +166,7 @@ static void fsdpi_ck_forget(fsdpi_ck_disk *d) {
     d->text[0] = 0;
 }
 
-// The first failure counts. Returns its status.
+// Notes a failure unless there is an earlier one. Returns the status of the first.
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_ck_fault(fsdpi_ck_disk *d, fsdp_status status, const char *format, ...) {
     va_list args;
@@ -176,7 +177,8 @@ static fsdp_status fsdpi_ck_fault(fsdpi_ck_disk *d, fsdp_status status, const ch
     return d->status = status;
 }
 
-// A file call has ended. If the caller has given the worker up, it makes no other one.
+// Counts a file call that has ended. Returns 0 if the caller no longer waits: no further call is
+// made.
 static int fsdpi_ck_moved(fsdpi_ck_disk *d) {
     __atomic_add_fetch(&d->moves, 1, __ATOMIC_RELEASE);
     if (!__atomic_load_n(&d->left, __ATOMIC_ACQUIRE)) return 1;
@@ -190,7 +192,7 @@ static fsdp_status fsdpi_ck_begin(fsdpi_ck_disk *d, const char *doing, const cha
     __atomic_store_n(&d->doing, doing, __ATOMIC_RELAXED);
     return d->status;
 }
-// A file call has returned `error`: the text says which call, on which path, and why.
+// Ends a file call that returned `error`: notes the call, its path and the reason.
 static fsdp_status fsdpi_ck_end(fsdpi_ck_disk *d, int error, const char *path) {
     if (!fsdpi_ck_moved(d)) return d->status;
     if (!error) return FSDP_OK;
@@ -213,7 +215,7 @@ static fsdp_status fsdpi_ck_sync(fsdpi_ck_disk *d, void *file, const char *path)
     while (error == EINTR) error = d->ops->sync(d->user, file);
     return fsdpi_ck_end(d, error, path);
 }
-// Closes a file, also after a failure.
+// Closes a file, even after a failure.
 static fsdp_status fsdpi_ck_close(fsdpi_ck_disk *d, void *file, const char *path) {
     (void)fsdpi_ck_begin(d, "close", path);
     if (!file) return d->status;
@@ -231,7 +233,7 @@ static fsdp_status fsdpi_ck_rename(fsdpi_ck_disk *d, const char *from, const cha
     return fsdpi_ck_end(d, d->ops->rename(d->user, from, to), to);
 }
 
-// Writes nbytes in pieces. If a call was interrupted or wrote less, it goes on.
+// Writes nbytes in pieces. Continues if a call was interrupted or wrote fewer bytes.
 static fsdp_status fsdpi_ck_write(fsdpi_ck_disk *d, void *file, const char *path, const void *data,
                                   int64_t nbytes, int64_t at) {
     const char *from = (const char *)data;
@@ -271,7 +273,7 @@ static fsdp_status fsdpi_ck_read(fsdpi_ck_disk *d, void *file, const char *path,
     return d->status;
 }
 
-// DIR/LEAF. 0: it is too long.
+// Sets `out` to DIR/LEAF. Returns 0 if that is too long.
 static int fsdpi_ck_join(char out[FSDP_CHECKPOINT_PATH], const char *dir, const char *leaf) {
     size_t a = strlen(dir), b = strlen(leaf);
     out[0] = 0;

@@ -16,15 +16,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: manifest.json (docs/checkpoints.md). It is the last file that is written: files, sizes and
-// checksums. The headers of the data files say where each tensor lies.
+// Prints and reads manifest.json (docs/checkpoints.md), the last file that a save writes: it lists
+// files, sizes and checksums. The headers of the data files say where each tensor lies.
 
 // One data file of a checkpoint, as in the manifest.
 typedef struct fsdpi_ck_file {
     const char *name;
-    int64_t bytes, header; // of the file; N of its header
-    uint32_t header_crc;   // of the first 8 + N bytes
-    const uint32_t *crcs;  // of each MiB of its data
+    int64_t bytes, header; // bytes of the file; N of its header
+    uint32_t header_crc;   // CRC of the first 8 + N bytes
+    const uint32_t *crcs;  // CRC of each MiB of its data
     int64_t num_crcs;
 } fsdpi_ck_file;
 
@@ -38,15 +38,16 @@ static void fsdpi_ck_step_name(char out[FSDPI_CK_LEAF], int64_t step) {
     snprintf(out, FSDPI_CK_LEAF, "step-%08lld", (long long)step);
 }
 
-/* The begin of a data file: N in 8 bytes, and the header of `num` entries. sharded: those of the
-   file of rank `writer` of `writers`, else whole tensors as transformers has them. Returns its
-   bytes, up to `room` of them in `to`; negative: it cannot be printed. */
+/* Prints the beginning of a data file: N in 8 bytes, and the header of `num` entries. With
+   `sharded` these belong to rank `writer` of `writers`; otherwise they are whole tensors, as
+   transformers saves them. Returns its bytes and writes at most `room` of them to `to`;
+   negative: an entry cannot be printed. */
 static int64_t fsdpi_ck_print_begin(fsdp_safetensors_entry *entries, int64_t num, int sharded,
                                     int writer, int writers, char *to, int64_t room) {
     static const char *const keys[3] = {"DCP_VERSION", "format", "fsdp.writer"};
     char who[32];
     const char *values[3] = {"1.0", "pt", who};
-    const int first = !sharded, pairs = sharded ? 3 : 1; // else the format alone
+    const int first = !sharded, pairs = sharded ? 3 : 1; // otherwise only the format
     snprintf(who, sizeof who, "%d/%d", writer + 1, writers);
     int64_t n = fsdp_safetensors_print(entries, num, sharded, keys + first, values + first, pairs,
                                        room > 8 ? to + 8 : NULL, room > 8 ? room - 8 : 0);
@@ -54,7 +55,7 @@ static int64_t fsdpi_ck_print_begin(fsdp_safetensors_entry *entries, int64_t num
     return n < 0 ? n : 8 + n;
 }
 
-// The most bytes of a manifest's text.
+// Returns an upper bound for the bytes of a manifest's text.
 static int64_t fsdpi_ck_manifest_room(int64_t num_files, int64_t num_crcs) {
     return 256 + num_files * 256 + num_crcs * 8;
 }
@@ -71,9 +72,9 @@ FSDP_PRINTF(2, 3) static void fsdpi_ck_say(fsdpi_ck_print *p, const char *format
     p->used += n > 0 ? n : 0;
 }
 
-/* The manifest of `size` files. world: ranks whose blobs are in them. sizes: of each file bytes of
-   its header with the first 8, of its data, CRC of the header; without data there is no file.
-   Returns the bytes of the text. */
+/* Prints the manifest of `size` files. world: number of ranks whose blobs are in the files.
+   sizes: three numbers per file: bytes of the header and the 8 before it, bytes of the data, CRC
+   of the header; a file with 0 header bytes does not exist. Returns the bytes of the text. */
 static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, int size,
                                        const int64_t *sizes, const uint32_t *crcs) {
     fsdpi_ck_print p = {buf, 0};
@@ -102,10 +103,11 @@ static int64_t fsdpi_ck_print_manifest(char *buf, int64_t step, int64_t world, i
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Reading. The bytes of the file are not trusted. It is read twice: first to measure, then with
-// room.
+// Reading. The bytes of the file are not trusted. Each is read twice: once to measure, once to fill
+// memory.
 
-// Is it a plain name with this end: no path, no dot at its begin, and only plain characters?
+// Returns 1 if it is a plain file name with this ending: no path, no leading dot, only
+// [A-Za-z0-9._-].
 static int fsdpi_ck_is_plain(const char *name, const char *end) {
     size_t n = strlen(name), k = strlen(end);
     if (n <= k || n > 255 || *name == '.' || strcmp(name + n - k, end) != 0) return 0;
@@ -115,10 +117,10 @@ static int fsdpi_ck_is_plain(const char *name, const char *end) {
             return 0;
     return 1;
 }
-// A name of a data file.
+// Returns 1 if it can name a data file.
 static int fsdpi_ck_is_leaf(const char *name) { return fsdpi_ck_is_plain(name, ".safetensors"); }
 
-// NAME.safetensors.index.json, or with a variant before its end: bytes of NAME.safetensors; else 0.
+// Returns the bytes of NAME.safetensors in NAME.safetensors.index[.variant].json; 0: another name.
 static int64_t fsdpi_ck_index_stem(const char *name) {
     const char *at = strstr(name, ".safetensors.index.");
     return at && at > name && fsdpi_ck_is_plain(name, ".json")
@@ -129,7 +131,7 @@ static int64_t fsdpi_ck_index_stem(const char *name) {
 typedef struct fsdpi_ck_manifest {
     int64_t step, world;
     int64_t num_files, num_crcs, text_bytes;
-    fsdpi_ck_file *files; // files, crcs, text: room for them, or NULL to measure
+    fsdpi_ck_file *files; // files, crcs, text: memory for them, or NULL to measure
     uint32_t *crcs;
     char *text;
     fsdpi_st_reader r;
@@ -146,7 +148,7 @@ static int fsdpi_ck_read_leaf(fsdpi_st_reader *r, char out[256]) {
                              "letters, digits, '.', '_', '-' and .safetensors at the end");
 }
 
-// Hexadecimal digits of the string, 8 for each number: the first `room` of them are kept.
+// Reads a string of hexadecimal numbers, 8 digits each. Stores the first `room` of them.
 static int fsdpi_ck_read_crcs(fsdpi_st_reader *r, uint32_t *crcs, int64_t room, int64_t *count) {
     fsdpi_st_string s;
     if (!fsdpi_st_read_string(r, &s)) return 0;
@@ -251,7 +253,7 @@ static int fsdpi_ck_by_leaf(const void *a, const void *b) {
 }
 
 /* Reads a manifest; with files, crcs and text NULL it measures. Returns OK, or CORRUPT or
-   UNSUPPORTED, and why. */
+   UNSUPPORTED with the reason in `why`. */
 static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *text, int64_t nbytes,
                                            char *why, size_t cap) {
     static const char tail[] = ",\n\"crc32c\":\"";
@@ -289,15 +291,15 @@ static fsdp_status fsdpi_ck_parse_manifest(fsdpi_ck_manifest *m, const char *tex
     return ok ? FSDP_OK : FSDP_ERR_CORRUPT;
 }
 
-// One line of an index of Hugging Face: which file a tensor is in.
+// One line of a Hugging Face index: the file that a tensor is in.
 typedef struct fsdpi_ck_where {
     const char *name, *leaf;
-    int there; // 1: the tensor is in other files only; 2: it is in this file
+    int there; // 1: the tensor is only in other files; 2: it is in this file
 } fsdpi_ck_where;
 
 typedef struct fsdpi_ck_index {
     int64_t num, text_bytes;
-    fsdpi_ck_where *list; // list, text: room for them, or NULL to measure
+    fsdpi_ck_where *list; // list, text: memory for them, or NULL to measure
     char *text;
 } fsdpi_ck_index;
 

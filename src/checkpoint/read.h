@@ -17,40 +17,40 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: reading, from a list of items. An item is the intersection of a box in a file and a box in
-// memory. The list is sorted by place in the files: every byte is read once, and every block's
-// checksum is compared once.
+// Reads a list of items. An item is the intersection of a box in a file and a box in memory. The
+// list is sorted by position in the files: each byte is read once, and each block's checksum is
+// compared once.
 
 enum {
-    FSDPI_CK_READS = 256,       // in one job of the worker
-    FSDPI_CK_RUNS = 4096,       // copies after the job
-    FSDPI_CK_SLICE = 512 << 10, // bytes that are read, and checked while the cache has them
-    FSDPI_CK_SHORT = 4096       // a run of less bytes is read together with its neighbours
+    FSDPI_CK_READS = 256,       // reads in one job of the worker
+    FSDPI_CK_RUNS = 4096,       // copies after a job
+    FSDPI_CK_SLICE = 512 << 10, // bytes that are read, and then checked while they are in the cache
+    FSDPI_CK_SHORT = 4096       // bytes; a shorter run is read together with its neighbours
 };
 
-// A box in memory that is read from one tensor of the files.
+// A box in memory, to be filled from one tensor of the files.
 typedef struct fsdpi_ck_want {
     char *to; // its first element
     fsdp_dtype dtype;
     int32_t memory, ndim, transpose;
-    int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS]; // in that tensor; before transposing
+    int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS]; // in that tensor, before transposing
 } fsdpi_ck_want;
 
 typedef struct fsdpi_ck_item {
     int32_t want, part;
-    int64_t box, at; // index of the box; place of its first run, in the data of the file
+    int64_t box, at; // index of the box; offset of its first run in the file's data, in bytes
 } fsdpi_ck_item;
 
 typedef struct fsdpi_ck_read_op { // one read of the worker
     int32_t part;
-    int64_t at, nbytes; // in the data of the file
+    int64_t at, nbytes; // offset in the file's data, and length, in bytes
     char *to;
 } fsdpi_ck_read_op;
 
 typedef struct fsdpi_ck_copy_op { // a copy after the reads
     const char *from;
     char *to;
-    int64_t elements, step; // step: elements of `to` from one to the next
+    int64_t elements, step; // step: distance of two elements in `to`, in elements
     fsdp_dtype from_dtype, to_dtype;
     int32_t memory;
 } fsdpi_ck_copy_op;
@@ -64,19 +64,19 @@ typedef struct fsdpi_ck_reader {
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
     fsdpi_ck_copy_op runs[FSDPI_CK_RUNS];
     int32_t num_reads, num_runs, reads_done;
-    int64_t used; // bytes of scratch
+    int64_t used; // bytes of scratch in use
     int check;    // 1: compare checksums
     int last;     // 1: this is the last job
-    int32_t part; // the file that is open; -1: none
+    int32_t part; // index of the open file; -1: none
     void *file;
-    int64_t next; // the next byte of the block whose checksum is under way; -1: none
+    int64_t next; // next byte of the block whose checksum is being computed; -1: none
     uint32_t crc;
     char path[FSDP_CHECKPOINT_PATH];
     int64_t read_bytes, calls;
 } fsdpi_ck_reader;
 
 /* -------------------------------------------------------------------------------------------- */
-// The worker's side: it reads, and compares the checksum of every block from which it reads.
+// The worker's side: it reads, and compares the checksum of each block that it reads from.
 
 static void fsdpi_ck_get(fsdpi_ck_reader *r, char *to, int64_t nbytes, int64_t at) {
     (void)fsdpi_ck_read(r->io->disk, r->file, r->path, to, nbytes,
@@ -90,7 +90,7 @@ static int64_t fsdpi_ck_block_end(const fsdpi_ck_reader *r, int64_t at) {
     return end < p->bytes - p->header ? end : p->bytes - p->header;
 }
 
-// Adds the next bytes to the block's checksum, and compares it at the block's end.
+// Adds the next bytes to the block's checksum. Compares it at the end of the block.
 static void fsdpi_ck_check_bytes(fsdpi_ck_reader *r, const char *from, int64_t nbytes) {
     while (nbytes > 0 && !r->io->disk->status) {
         int64_t end = fsdpi_ck_block_end(r, r->next), n = end - r->next;
@@ -109,7 +109,7 @@ static void fsdpi_ck_check_bytes(fsdpi_ck_reader *r, const char *from, int64_t n
                                  (long long)end, (unsigned)r->crc, (unsigned)expected);
     }
 }
-// Reads bytes up to `to` only for the checksum of their block.
+// Reads the bytes before `to`, only for the checksum of their block.
 static void fsdpi_ck_fill_up(fsdpi_ck_reader *r, int64_t to) {
     if (to <= r->next || r->io->disk->status) return;
     fsdpi_ck_get(r, (char *)r->block.ptr, to - r->next, r->next);
@@ -155,7 +155,7 @@ static void fsdpi_ck_read_ops(void *arg) {
         int check = r->check && r->o->parts[op->part].crcs;
         if (check) {
             int64_t begin = op->at / FSDPI_CK_BLOCK * FSDPI_CK_BLOCK;
-            if (r->next < begin || r->next > op->at) { // not the block under way
+            if (r->next < begin || r->next > op->at) { // not in the current block
                 fsdpi_ck_end_block(r);
                 r->next = begin;
             }
@@ -172,9 +172,9 @@ static void fsdpi_ck_read_ops(void *arg) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The caller's side: it makes reads and copies from runs.
+// The caller's side: it derives reads and copies from runs.
 
-// Copies elements from scratch to their places: cast, transposed, or to a device.
+// Copies a run's elements from scratch to memory: casts, transposes, or copies to a device.
 static fsdp_status fsdpi_ck_copy_run(fsdpi_ck_reader *r, const fsdpi_ck_copy_op *op) {
     int64_t size = (int64_t)fsdp_dtype_size(op->to_dtype);
     int64_t from_size = (int64_t)fsdp_dtype_size(op->from_dtype);
@@ -206,7 +206,7 @@ static fsdp_status fsdpi_ck_flush_reads(fsdpi_ck_reader *r, int last) {
     return status;
 }
 
-// Reads straight into memory. If the previous read ends at this byte, the two become one.
+// Adds a read straight into memory. Extends the previous read if that one ends at this byte.
 static fsdp_status fsdpi_ck_read_straight(fsdpi_ck_reader *r, int32_t part, int64_t at,
                                           int64_t nbytes, char *to) {
     fsdpi_ck_read_op *op = r->num_reads ? &r->reads[r->num_reads - 1] : NULL;
@@ -220,8 +220,8 @@ static fsdp_status fsdpi_ck_read_straight(fsdpi_ck_reader *r, int32_t part, int6
     return status;
 }
 
-// Reads by way of scratch. Short runs near each other become one read, if a quarter of it is
-// wanted.
+// Adds a read into scratch, and the copy that follows it. Short runs near each other share one read
+// if at least a quarter of it is wanted.
 static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t at,
                                      fsdpi_ck_copy_op run, int64_t *wanted) {
     int64_t nbytes = run.elements * (int64_t)fsdp_dtype_size(run.from_dtype);
@@ -251,8 +251,8 @@ static fsdp_status fsdpi_ck_read_run(fsdpi_ck_reader *r, int32_t part, int64_t a
     return FSDP_OK;
 }
 
-/* The dtype as which elements of a tensor are moved. If the library does not have their dtype, it
-   is an integer of the same size; 0: there is none. */
+/* Returns the dtype as which a tensor's elements are moved: its own or, if the library does not
+   have it, an integer of the same size; 0 if there is none. */
 static fsdp_dtype fsdpi_ck_carrier(const fsdp_safetensors_entry *e) {
     static const fsdp_dtype carriers[] = {FSDP_U8, FSDP_I16, FSDP_I32, FSDP_I64};
     if (e->dtype != FSDP_SAFETENSORS_OTHER) return e->dtype;
@@ -267,7 +267,7 @@ static void fsdpi_ck_overlap_of(const fsdpi_ck_reader *r, const fsdpi_ck_want *w
     fsdp_box_begin(w->ndim, e->start, e->shape, w->start, w->shape, out);
 }
 
-// Makes reads of all runs of an item.
+// Adds the reads of all runs of an item.
 static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *item,
                                       int64_t *wanted) {
     const fsdpi_ck_want *w = (const fsdpi_ck_want *)r->wants.ptr + item->want;
@@ -284,7 +284,7 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
             int64_t at = e->begin + (o.src + k) * size, dst = o.dst + k;
             n = o.elements - k < most ? o.elements - k : most;
-            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // of one row
+            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // in a row
             if (straight && o.elements * size >= FSDPI_CK_SHORT) n = o.elements;
             if (straight && (o.rows == 1 || o.elements * size >= FSDPI_CK_SHORT)) {
                 status = fsdpi_ck_read_straight(r, item->part, at, n * size, w->to + dst * size);
@@ -304,9 +304,9 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What is wanted.
+// The list of wanted boxes.
 
-/* Wants a box, from the boxes first .. first + count - 1 of a tensor. */
+/* Adds a box to the list. It is read from the boxes first .. first + count - 1 of a tensor. */
 static fsdp_status fsdpi_ck_add_want(fsdpi_ck_reader *r, const fsdpi_ck_want *w, int64_t first,
                                      int64_t count) {
     const int64_t size = (int64_t)sizeof *w, item = (int64_t)sizeof(fsdpi_ck_item);
@@ -353,7 +353,7 @@ static void fsdpi_ck_reader_end(fsdpi_ck_reader *r) {
     for (int i = 0; i < 5; i++) fsdpi_ck_drop(r->io, rooms[i]);
 }
 
-/* Reads all that is wanted, and empties the list. */
+/* Reads all wanted boxes, and empties the list. */
 static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     fsdpi_ck_item *items = (fsdpi_ck_item *)r->items.ptr;
     fsdp_status status = FSDP_OK;
@@ -362,7 +362,7 @@ static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     for (int64_t i = 0; i < r->num_items && !status; i++)
         status = fsdpi_ck_read_item(r, &items[i], &wanted);
     if (!status) status = fsdpi_ck_flush_reads(r, 1);
-    else if (r->part >= 0) { // the copies failed, and the file is open
+    else if (r->part >= 0) { // a copy failed while the file was open
         r->num_reads = r->num_runs = 0;
         (void)fsdpi_ck_flush_reads(r, 1);
     }
@@ -370,7 +370,8 @@ static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     return status;
 }
 
-/* A job: compares checksums of blocks mine, mine + of, ... of all files. */
+/* Arguments of a job that compares the checksums of the blocks mine, mine + of, ... of all files.
+   */
 typedef struct fsdpi_ck_verify_job {
     fsdpi_ck_reader *r;
     int64_t mine, of, num_blocks;
@@ -396,7 +397,7 @@ static void fsdpi_ck_verify_blocks(void *arg) {
     fsdpi_ck_leave_part(r);
 }
 
-// Do two files hold this box, so that the box before it is the same one?
+// Returns 1 if the box is identical to the one before it: two files hold it.
 static int fsdpi_ck_is_twin(const fsdpi_ck_opened *o, int64_t box) {
     const fsdp_safetensors_entry *a = o->boxes[box - 1].entry, *b = o->boxes[box].entry;
     return strcmp(a->name, b->name) == 0 && a->ndim <= FSDP_MAX_DIMS && fsdpi_ck_same_box(a, b) &&
@@ -407,15 +408,15 @@ static int64_t fsdpi_ck_num_twins(const fsdpi_ck_opened *o) {
     for (int64_t i = 1; i < o->num_boxes; i++) num += fsdpi_ck_is_twin(o, i);
     return num;
 }
-// A piece of the data of a box.
+// Reads bytes of a box, beginning with byte `at` of its data.
 static void fsdpi_ck_get_piece(fsdpi_ck_reader *r, int64_t box, int64_t at, int64_t nbytes,
                                void *to) {
     fsdpi_ck_enter_part(r, r->o->boxes[box].file);
     if (!r->io->disk->status)
         fsdpi_ck_get(r, (char *)to, nbytes, r->o->boxes[box].entry->begin + at);
 }
-/* A job: if two files of another program hold the same box, the bytes have to be equal, since it is
-   unknown which ones count. It compares pairs mine, mine + of, ... */
+/* Compares boxes that two files of another program both hold: pairs mine, mine + of, ... Their
+   bytes must be equal, since nothing says which file counts. A job. */
 static void fsdpi_ck_compare_twins(void *arg) {
     fsdpi_ck_verify_job *v = (fsdpi_ck_verify_job *)arg;
     fsdpi_ck_reader *r = v->r;

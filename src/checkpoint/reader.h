@@ -16,13 +16,13 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the reader for tools and bindings. The calling thread makes the file calls, memory comes
-// from the C library, and failures go to the caller's text instead of a log.
+// The reader for tools and bindings. The calling thread makes the file calls, memory comes from the
+// C library, and failures go to the caller's text instead of a log.
 
-// A tensor, and its boxes, which are neighbours in the list.
+// A tensor and its boxes, which are adjacent in the list.
 typedef struct fsdpi_ck_whole_tensor {
     int64_t first, count;         // its boxes
-    int64_t shape[FSDP_MAX_DIMS]; // of the whole
+    int64_t shape[FSDP_MAX_DIMS]; // the whole tensor's
 } fsdpi_ck_whole_tensor;
 
 struct fsdp_checkpoint_reader {
@@ -43,7 +43,7 @@ static const fsdp_safetensors_entry *fsdpi_ck_entry_of(const fsdp_checkpoint_rea
                                                        int64_t index) {
     return r->opened.boxes[fsdpi_ck_whole_at(r, index)->first].entry;
 }
-// The tensor of this name, or -1. They are sorted.
+// Returns the index of the tensor with this name, or -1. Tensors are sorted by name.
 static int64_t fsdpi_ck_index_of(const fsdp_checkpoint_reader *r, const char *name) {
     int64_t begin = 0, end = r->num_tensors;
     while (begin < end) {
@@ -56,7 +56,7 @@ static int64_t fsdpi_ck_index_of(const fsdp_checkpoint_reader *r, const char *na
     return -1;
 }
 
-// Failures of the reader go to this text from now on. If there is no reader, memory was short.
+// Sends the reader's later failures to this text.
 static void fsdpi_ck_speak(fsdp_checkpoint_reader *r, const char *call, char *text, size_t cap) {
     r->io.call = call;
     r->io.text = text, r->io.cap = text ? cap : 0;
@@ -77,7 +77,7 @@ static int fsdpi_ck_good_path(const char *path) {
     return path && *path && strlen(path) < FSDP_CHECKPOINT_PATH - 300;
 }
 
-// Lists the tensors of all boxes, which are sorted by name.
+// Lists the tensors of all boxes. Boxes are sorted by name.
 static fsdp_status fsdpi_ck_list_tensors(fsdp_checkpoint_reader *r) {
     const fsdpi_ck_opened *o = &r->opened;
     fsdp_status status = fsdpi_ck_reserve(
@@ -175,7 +175,7 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, 
     return FSDP_OK;
 }
 
-// Can the library read it? It has to have as many dims, and elements of the size.
+// Fails if the library cannot read the tensor: too many dims, or elements of another size.
 static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);
     if (e->ndim <= FSDP_MAX_DIMS && fsdpi_ck_carrier(e) != FSDP_DTYPE_KEEP) return FSDP_OK;
@@ -184,12 +184,12 @@ static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
                          "leave it out (fsdpck: --skip NAME; a program: rename of the desc)",
                          r->io.call, e->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
 }
-// Can elements of dtype `from` be read as `to`?
+// Returns 1 if elements of dtype `from` can be read as `to`.
 static int fsdpi_ck_converts(fsdp_dtype from, fsdp_dtype to) {
     return from == to || (fsdp_dtype_is_float(from) && fsdp_dtype_is_float(to));
 }
 
-// Wants a box of a tensor in memory. The caller has checked the arguments.
+// Adds a tensor's box to the list of wanted boxes. Requires checked arguments.
 static fsdp_status fsdpi_ck_want_box(fsdp_checkpoint_reader *r, int64_t index, const int64_t *start,
                                      const int64_t *shape, fsdp_dtype dtype, char *to) {
     const fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, index);

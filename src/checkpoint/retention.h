@@ -17,15 +17,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: the names in the directory of a run, and which of them are removed. It runs in rank 0's
-// worker. An old checkpoint is renamed before it is removed, so that no reader finds half of one.
+// Names of checkpoints in a run's directory, and removal of old ones by rank 0's worker. A
+// checkpoint is renamed before it is removed, so that no reader finds a partial one.
 
 enum {
-    FSDPI_CK_MOST_STEPS = 4096, // in one pass; a later save sees the rest
-    FSDPI_CK_MOST_DEPTH = 16    // of directories that another program put into a checkpoint
+    FSDPI_CK_MOST_STEPS = 4096, // in one pass; a later save handles the rest
+    FSDPI_CK_MOST_DEPTH = 16    // levels of directories that another program put there
 };
 
-// The number of step-NNNNNNNN, if a manifest can have it; -1: another name.
+// Returns the number in step-NNNNNNNN if a manifest can hold it, or -1 for another name.
 static int64_t fsdpi_ck_step_of(const char *name) {
     char again[FSDPI_CK_LEAF];
     int64_t step = 0;
@@ -42,7 +42,7 @@ static int fsdpi_ck_by_step(const void *a, const void *b) { // newest first
     int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return x > y ? -1 : x < y;
 }
-// If there are more steps than room, the newest ones are noted.
+// Notes the step that a name stands for. If the list is full, the newest steps stay.
 static int fsdpi_ck_note_step(void *arg, const char *name) {
     fsdpi_ck_listing *l = (fsdpi_ck_listing *)arg;
     int64_t step = fsdpi_ck_step_of(name);
@@ -69,7 +69,7 @@ static fsdp_status fsdpi_ck_list_steps(fsdpi_ck_disk *d, const char *dir, fsdpi_
 typedef struct fsdpi_ck_removal {
     fsdpi_ck_disk *d;
     const char *dir;
-    int depth; // of its entries
+    int depth; // depth of the entries of `dir`
     char path[FSDP_CHECKPOINT_PATH];
 } fsdpi_ck_removal;
 
@@ -80,7 +80,8 @@ static int fsdpi_ck_remove_name(void *arg, const char *name) {
         (void)fsdpi_ck_remove_tree(r->d, r->path, r->depth);
     return __atomic_load_n(&r->d->left, __ATOMIC_ACQUIRE) != 0;
 }
-// It removes a link and not what it points at: it lists only real directories.
+// Removes a file, a link (not its target), or a real directory with its contents. Returns an errno
+// value.
 static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     fsdpi_ck_removal r;
     int error = d->ops->remove(d->user, path, 0);
@@ -93,7 +94,7 @@ static int fsdpi_ck_remove_tree(fsdpi_ck_disk *d, const char *path, int depth) {
     if (!fsdpi_ck_moved(d)) return EIO;
     return error ? error : d->ops->remove(d->user, path, 1);
 }
-/* Removes a directory and all that is in it, as far as it can. Returns an errno value. */
+/* Removes a directory and as much of its contents as possible. Returns an errno value. */
 static int fsdpi_ck_remove_dir(fsdpi_ck_disk *d, const char *dir) {
     int error = 0;
     for (int tries = 0; tries < 3; tries++) { // a listing may miss names while others are removed
@@ -111,7 +112,8 @@ typedef struct fsdpi_ck_leftovers {
     int error;
 } fsdpi_ck_leftovers;
 
-// Removes what a killed job or a failed removal has left. With desc.keep the directory is ours.
+// Removes leftovers of a killed job or a failed removal. With desc.keep the directory is the
+// library's.
 static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
     fsdpi_ck_leftovers *l = (fsdpi_ck_leftovers *)arg;
     if (strncmp(name, ".tmp-step-", 10) != 0 && strncmp(name, ".tmp-delete-", 12) != 0) return 0;
@@ -120,8 +122,8 @@ static int fsdpi_ck_remove_leftover(void *arg, const char *name) {
     return 0;
 }
 
-/* After the commit of `step`, removes what desc.keep does not keep. Returns an errno value if
-   something old is left. */
+/* Removes old checkpoints that desc.keep does not keep, after the commit of `step`. Returns an
+   errno value if one could not be removed. */
 static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, const char *dir,
                          int64_t step, int64_t *steps) {
     fsdpi_ck_listing l = {steps, 0, step};
@@ -132,7 +134,7 @@ static int fsdpi_ck_keep(fsdpi_ck_disk *d, const fsdp_checkpoint_desc *desc, con
     if (fsdpi_ck_list_steps(d, dir, &l)) return d->error;
     if (fsdpi_ck_begin(d, "removal of old checkpoints", dir)) return EIO;
     for (int32_t i = 0; i < l.num; i++) {
-        if (i < desc->keep - 1) continue; // the newest ones, with `step`
+        if (i < desc->keep - 1) continue; // `step` and these are the newest `keep`
         if (desc->keep_every > 0 && l.steps[i] % desc->keep_every == 0) continue;
         fsdpi_ck_step_name(name, l.steps[i]);
         int fits = fsdpi_ck_join(from, dir, name);

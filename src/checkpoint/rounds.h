@@ -14,12 +14,12 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: rounds. In a phase each rank makes its own file calls. Meanwhile all ranks make a small
-// collective after each nap, until no rank is busy: so no collective waits long for a disk.
+// In a phase each rank makes its own file calls. Meanwhile all ranks make a small collective, a
+// round, every 100 ms until no rank is busy. So no collective waits long for a disk.
 
 #define FSDPI_CK_NAP INT64_C(100000000) // nanoseconds between two rounds of a rank that waits
 
-/* One round: is any rank busy, has any failed? */
+/* Makes one round. Sets *any_busy and *any_failed if a rank is busy or has failed. */
 static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int *any_busy,
                                   int *any_failed) {
     int32_t v[2] = {busy, failed};
@@ -29,14 +29,15 @@ static fsdp_status fsdpi_ck_round(fsdp_checkpoint *ck, int busy, int failed, int
     return status;
 }
 
-// Do two texts have the same failure, each with its own rank? Both begin with "rank N: [E".
+// Returns 1 if two texts report the same failure on two ranks. Both begin with "rank N: [E".
 static int fsdpi_ck_is_same_text(const char *a, const char *b) {
     const char *x = strchr(a, '['), *y = strchr(b, '[');
     return x && y && strcmp(x, y) == 0;
 }
 
-/* If `mine` is a failure on any rank, all ranks return the failure of the lowest such rank, with
-   the text of its last error. A rank that has logged the same text does not log it again. */
+/* Agrees on a failure: if `mine` is one on any rank, all ranks return that of the lowest such
+   rank, with the text of its last error. A rank that has logged an equal text does not log it
+   again. */
 static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_status mine) {
     struct {
         int32_t status;
@@ -56,9 +57,9 @@ static fsdp_status fsdpi_ck_agree(fsdp_world *world, const char *call, fsdp_stat
     return fsdp_fail(world, (fsdp_status)told.status, "[E421] %s failed on %s", call, told.text);
 }
 
-// The arguments of a save or a load. All ranks compare theirs with those of rank 0.
+// The arguments of a save or a load. Each rank compares them with those of rank 0.
 typedef struct fsdpi_ck_args {
-    uint64_t nonce; // of a save: fsdpi_ck_nonce
+    uint64_t nonce; // for a save: fsdpi_ck_nonce
     int64_t step;
     int32_t params_only, has_source, verify, reserved;
     char path[FSDP_CHECKPOINT_PATH];
@@ -90,8 +91,8 @@ static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
                   : fsdpi_ck_same_number(ck, call, "desc.verify", mine->verify, first->verify);
 }
 
-/* The worker's failure becomes that of this call. If a file call has not moved for stall_ms, the
-   worker is given up, and its memory stays. */
+/* Returns the worker's failure as that of this call, or the failure of a hung worker. A hung
+   worker's memory is never freed. */
 static fsdp_status fsdpi_ck_worker_status(fsdp_checkpoint *ck, const char *call) {
     if (ck->stuck)
         return fsdp_fail(ck->world, FSDP_ERR_IO,
@@ -103,7 +104,7 @@ static fsdp_status fsdpi_ck_worker_status(fsdp_checkpoint *ck, const char *call)
                : FSDP_OK;
 }
 
-// Has no file call of the worker ended for too long?
+// Marks the worker as hung if none of its file calls has ended for stall_ms.
 static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
     uint32_t moves = FSDPI_CK_GET(&ck->disk.moves);
     int64_t now = fsdpi_ck_now();
@@ -125,12 +126,13 @@ static fsdp_status fsdpi_ck_submit(fsdp_checkpoint *ck, const char *call, fsdpi_
                          "[E424] %s: cannot start a worker thread: %s (%d)", call, strerror(error),
                          error);
     fsdpi_ck_forget(&ck->disk);
-    ck->disk.doing = "the start", ck->disk.path = "the worker thread"; // if it stalls at once
+    ck->disk.doing = "the start", ck->disk.path = "the worker thread"; // for a stall text
     fsdpi_ck_give(&ck->worker, job, arg);
     return FSDP_OK;
 }
 
-/* Waits for the worker, with rounds meanwhile: the others wait for their workers, or follow. */
+/* Waits for the worker, with rounds meanwhile. Other ranks wait for their workers, or for this one.
+   */
 static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     fsdpi_ck_watch watch = {0, 0};
     int any_busy, any_failed;
@@ -146,7 +148,7 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     return status;
 }
 
-/* Runs one job of the worker: a step of a phase. */
+/* Runs one job of the worker, as a step of a phase. */
 static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
                                 void *arg) {
     fsdp_status status = fsdpi_ck_submit(ck, call, job, arg);
@@ -154,14 +156,14 @@ static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_
     return status ? status : fsdpi_ck_worker_status(ck, call);
 }
 
-/* This rank's part of a phase has ended with `mine`: rounds until those of all ranks have ended. */
+/* Makes rounds until all ranks have ended the phase. `mine` is the result of this rank. */
 static fsdp_status fsdpi_ck_wait_for_ranks(fsdp_checkpoint *ck, fsdp_status mine, int *any_failed) {
     int any_busy = 1;
     fsdp_status status = FSDP_OK;
     while (!status && any_busy) status = fsdpi_ck_round(ck, 0, mine != 0, &any_busy, any_failed);
     return status;
 }
-/* The same. All ranks return OK, or the failure of the lowest rank that failed. */
+/* Waits as above. All ranks return OK, or the failure of the lowest rank that failed. */
 static fsdp_status fsdpi_ck_finish_phase(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed = 0;
     fsdp_status status = fsdpi_ck_wait_for_ranks(ck, mine, &any_failed);

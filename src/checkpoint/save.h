@@ -26,12 +26,12 @@
 #include <emmintrin.h> // _mm_stream_si128
 #endif
 
-// Owns: the protocol. All ranks write and sync their files in a directory whose name begins with a
-// dot. Then rank 0 writes the manifest, syncs, and renames the directory: the commit. If the job
-// ends before the rename, the checkpoints that were there stay.
+// The protocol of a save. All ranks write and sync their files in a directory whose name begins
+// with a dot. Then rank 0 writes the manifest, syncs, and renames the directory: this is the
+// commit. If the job ends before the rename, the earlier checkpoints are intact.
 
 /* -------------------------------------------------------------------------------------------- */
-// What this rank writes: a header, and spans in the order of the header.
+// The data of this rank: a header, and spans in the order of the header.
 
 static fsdp_safetensors_entry *fsdpi_ck_entries(const fsdpi_ck_save *s) {
     return (fsdp_safetensors_entry *)s->entries.ptr;
@@ -40,7 +40,7 @@ static fsdpi_ck_span *fsdpi_ck_spans(const fsdpi_ck_save *s) {
     return (fsdpi_ck_span *)s->spans.ptr;
 }
 
-// The entries of this rank's file, not sorted yet.
+// Lists the entries of this rank's file, unsorted.
 static void fsdpi_ck_list_entries(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     s->num_entries = 0;
@@ -60,7 +60,7 @@ static void fsdpi_ck_list_entries(fsdp_checkpoint *ck) {
     }
 }
 
-// Where the bytes of each entry lie. Numbers that files have as F64 are converted here.
+// Lists the memory of each entry. Converts numbers that files store as F64.
 static void fsdpi_ck_list_spans(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     double *numbers = (double *)s->numbers.ptr;
@@ -91,7 +91,7 @@ static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
     return h;
 }
 
-/* Table, header and spans of this rank. The header is the same in every save of a layout. */
+/* Makes this rank's table, header and spans. The header is identical in all saves of one layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
     fsdpi_ck_save *s = &ck->save;
     fsdp_model *m = ck->model;
@@ -125,10 +125,10 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// For a layout that has not been saved yet: the sizes of all ranks; do their boxes tile the
-// tensors?
+// The first save of a layout: ranks exchange the sizes of their files, and rank 0 checks that all
+// boxes tile the tensors.
 
-/* All headers come to rank 0, one after another. */
+/* Gathers the headers of all ranks on rank 0, one after another. */
 static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call,
                                            fsdpi_ck_buffer *text, int64_t *at) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;
@@ -193,8 +193,8 @@ static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call,
     return FSDP_OK;
 }
 
-// Shares the sizes of all ranks' files; makes room for all checksums, and on rank 0 for the
-// manifest.
+// Exchanges the sizes of all ranks' files. Reserves memory for all checksums and, on rank 0, for
+// the manifest.
 static fsdp_status fsdpi_ck_share_sizes(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_save *s = &ck->save;
     int64_t num = 3 * (int64_t)ck->size;
@@ -248,7 +248,7 @@ static int fsdpi_ck_stop_at_once(void *arg, const char *name) {
     (void)arg, (void)name;
     return 1;
 }
-// The directory in which a path's last part is.
+// Sets `out` to the parent directory of `path`.
 static void fsdpi_ck_parent(char out[FSDP_CHECKPOINT_PATH], const char *path) {
     size_t n = strlen(path);
     while (n > 1 && path[n - 1] == '/') n--;
@@ -270,7 +270,7 @@ static void fsdpi_ck_is_there(fsdpi_ck_disk *d, const char *path) {
     (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG,
                          "%s is there already: choose another step or directory", path);
 }
-/* Rank 0 makes the directory of the run and the temporary one. If the step is there, it fails. */
+/* Makes the run's directory and the temporary one, on rank 0. Fails if the step exists. */
 static void fsdpi_ck_make_dirs(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
@@ -294,8 +294,8 @@ static void fsdpi_ck_make_dirs(void *arg) {
     (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, s->tmp), s->tmp);
 }
 
-/* The next bytes to write: from a tensor, or from the ring once the caller has copied them. Returns
-   their number; 0: the caller has given up. */
+/* Sets *from to the next bytes to write: in a tensor, or in the ring once the caller has copied
+   them. Returns their number, or 0 if the caller has given up. */
 static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span, int64_t *in_span,
                                    const char **from) {
     fsdpi_ck_save *s = &ck->save;
@@ -317,13 +317,13 @@ static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span,
         if (there > 0) return there;
         if (FSDPI_CK_GET(&s->given_up)) return 0;
         fsdpi_ck_listen(&ck->worker.to_worker, seen, 1000000000);
-        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // this is no stall
+        __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // not a stall
     }
 }
 
-// Small spans are joined before they are written.
+// Joins small spans into one write.
 typedef struct fsdpi_ck_joiner {
-    int64_t at, used; // of the file; bytes in `room`
+    int64_t at, used; // offset in the file; bytes in `room`
     char room[65536];
 } fsdpi_ck_joiner;
 
@@ -333,7 +333,7 @@ static void fsdpi_ck_flush(fsdp_checkpoint *ck, fsdpi_ck_joiner *j, void *file) 
     j->used = 0;
 }
 
-// Adds bytes to the checksum of their block.
+// Adds bytes to the checksums of their blocks.
 static void fsdpi_ck_sum(uint32_t *crcs, int64_t at, const char *from, int64_t nbytes) {
     while (nbytes > 0) {
         int64_t n = FSDPI_CK_BLOCK - at % FSDPI_CK_BLOCK;
@@ -371,8 +371,8 @@ static void fsdpi_ck_write_data(fsdp_checkpoint *ck, void *file) {
     fsdpi_ck_flush(ck, &j, file);
 }
 
-/* Every rank writes and syncs its file. On a network file system it may see later that rank 0 has
-   made the directory. */
+/* Writes and syncs the file of this rank; runs on every rank. On a network file system the
+   directory that rank 0 has made may appear later: the call waits for it. */
 static void fsdpi_ck_write_file(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
@@ -392,7 +392,7 @@ static void fsdpi_ck_write_file(void *arg) {
     (void)fsdpi_ck_close(d, file, s->file);
 }
 
-/* Rank 0 writes the manifest, and renames the directory. A failure after the rename is only a
+/* Writes the manifest and renames the directory, on rank 0. A failure after the rename is only a
    warning. */
 static void fsdpi_ck_commit(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
@@ -411,7 +411,7 @@ static void fsdpi_ck_commit(void *arg) {
     if (!ck->desc.no_sync) (void)fsdpi_ck_sync_dir(d, s->tmp);
     if (fsdpi_ck_rename(d, s->tmp, s->final)) {
         if (d->error != EEXIST) return;
-        fsdpi_ck_forget(d); // another object has saved the step meanwhile
+        fsdpi_ck_forget(d); // another object has saved the step in the meantime
         fsdpi_ck_is_there(d, s->final);
         return;
     }
@@ -425,7 +425,7 @@ static void fsdpi_ck_commit(void *arg) {
     }
 }
 
-/* Rank 0 removes the files of a save that failed. */
+/* Removes the files of a failed save, on rank 0. */
 static void fsdpi_ck_clean(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     (void)fsdpi_ck_begin(&ck->disk, "removal", ck->save.tmp);
@@ -435,8 +435,8 @@ static void fsdpi_ck_clean(void *arg) {
 /* -------------------------------------------------------------------------------------------- */
 // The calls.
 
-/* A rank has failed; `mine` is this rank's status. After all workers have stopped, rank 0 removes
-   the files. Returns the failure of the lowest rank that failed. */
+/* Ends a save that failed on some rank; `mine` is the status of this rank. Rank 0 removes the
+   files once all workers have stopped. Returns the failure of the lowest rank that failed. */
 static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed;
     ck->save.stage_of = FSDPI_CK_IDLE;
@@ -489,7 +489,7 @@ static fsdp_status fsdpi_ck_set_paths(fsdp_checkpoint *ck, const char *call, con
     return FSDP_OK;
 }
 
-// A number that no other job has, from this process and the time.
+// Returns a number that is unique to this job, made from the process and the time.
 static uint64_t fsdpi_ck_nonce(void) {
     struct fsdpi_ck_timespec wall;
     (void)fsdpi_ck_clock(0 /* CLOCK_REALTIME */, &wall);
@@ -498,7 +498,8 @@ static uint64_t fsdpi_ck_nonce(void) {
     return fsdpi_ck_mix(0xCBF29CE484222325u, part, (int64_t)sizeof part);
 }
 
-// Bytes of copies that a save takes. 0: the caller waits, so the worker can write from the tensors.
+// Returns the bytes of copies that a save needs. 0: the caller waits, so the worker writes from the
+// tensors.
 static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
     int64_t all = ck->save.data_bytes, most = ck->desc.stage_bytes;
     int device = 0;
@@ -509,7 +510,7 @@ static int64_t fsdpi_ck_stage_for(const fsdp_checkpoint *ck, int is_async) {
     return most > 0 && most < all ? most : all;
 }
 
-// The checks that a rank makes alone, before the first file call.
+// Makes the checks that need no other rank, before the first file call.
 static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
                                        const fsdpi_ck_args *args, const fsdpi_ck_args *first,
                                        int is_async, uint64_t *layout) {
@@ -545,8 +546,8 @@ static void fsdpi_ck_stream_line(char *to, const char *from) {
     _mm_stream_si128(y + 3, d);
 }
 #endif
-// The copy is not read soon: it goes around the caches, which keep the data of the training.
-// Copying two pages side by side is faster than one after the other.
+// Copies with stores that bypass the caches, since the copy is not read soon: the training data
+// stays cached. Copying two pages side by side is faster than one after the other.
 static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
 #ifdef __SSE2__
     enum { PAGE = 4096 };
@@ -556,12 +557,12 @@ static void fsdpi_ck_stream(char *to, const char *from, int64_t nbytes) {
             fsdpi_ck_stream_line(to + i, from + i);
             fsdpi_ck_stream_line(to + PAGE + i, from + PAGE + i);
         }
-    _mm_sfence(); // before the worker may read it
+    _mm_sfence(); // the stores must be visible before the worker reads
 #endif
     memcpy(to, from, (size_t)nbytes);
 }
 
-// Copies spans into the ring, as far as there is room. Returns 1 if all are copied.
+// Copies spans into the ring while it has room. Returns 1 once all are copied.
 static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
                               fsdp_status *status) {
     fsdpi_ck_save *s = &ck->save;
@@ -585,7 +586,7 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
     return *span == s->num_spans;
 }
 
-// Waits until the worker has made room in the ring, or has ended.
+// Waits until the worker has freed room in the ring, or has ended.
 static void fsdpi_ck_wait_room(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
@@ -597,8 +598,8 @@ static void fsdpi_ck_wait_room(fsdp_checkpoint *ck) {
     fsdpi_ck_look(ck, &s->watch);
 }
 
-/* Copies all spans while the worker writes. If the ring is too small, it waits for the worker, with
-   rounds meanwhile. */
+/* Copies all spans while the worker writes. If the ring is full, it waits for the worker, and
+   takes part in rounds meanwhile. */
 static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     int span = 0, any_busy, any_failed;
@@ -613,7 +614,7 @@ static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     return status;
 }
 
-// All ranks get all checksums: each rank has filled in its own.
+// Gathers all checksums on all ranks: each rank has filled in its own.
 static fsdp_status fsdpi_ck_share_crcs(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
     return s->num_crcs
@@ -634,8 +635,8 @@ static void fsdpi_ck_report_save(fsdp_checkpoint *ck) {
     ck->report.per_rank_blobs = ck->report.verified = 1;
 }
 
-/* The next phase of a save, after a round in which no rank was busy. First all ranks have written;
-   the next time rank 0 has committed. */
+/* Enters the next phase of a save, after a round in which no rank was busy. First all ranks have
+   written, then rank 0 has committed. */
 static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, int any_failed) {
     fsdpi_ck_save *s = &ck->save;
     if (any_failed)
@@ -644,7 +645,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
         fsdp_status status = fsdpi_ck_share_crcs(ck);
         if (!status && ck->rank == 0) status = fsdpi_ck_submit(ck, call, fsdpi_ck_commit, ck);
         s->stage_of = FSDPI_CK_COMMITTING;
-        memset(&s->watch, 0, sizeof s->watch); // stall_ms counts anew for the commit
+        memset(&s->watch, 0, sizeof s->watch); // stall_ms starts again for the commit
         return status;
     }
     if (s->warned)
@@ -655,7 +656,7 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
     return FSDP_OK;
 }
 
-/* One round of a save, after a nap if the worker is busy. */
+/* Makes one round of a save. If the worker is busy, it first waits for it, for at most `nap` ns. */
 static fsdp_status fsdpi_ck_advance(fsdp_checkpoint *ck, const char *call, int64_t nap) {
     int64_t end = fsdpi_ck_now() + nap, now;
     int any_busy, any_failed;

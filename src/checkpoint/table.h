@@ -14,15 +14,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: which tensors belong to a checkpoint of this model. Each save and load makes the table
-// anew, because views and states move when parameters are frozen, thawed or cast.
+// Decides which tensors belong to a checkpoint of this model. Each save and load makes the table
+// again, because views and states move when parameters are frozen, thawed or cast.
 
 static fsdp_status fsdpi_ck_bad(const fsdp_checkpoint *ck, const char *call, const char *name,
                                 const char *why) {
     return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG, "[E425] %s: '%s': %s", call, name, why);
 }
 
-// Adds a tensor with its name; all else is zero. The table may move: earlier pointers are stale.
+// Adds a tensor with its name; other fields are zero. The table may move, so earlier pointers are
+// invalid.
 static fsdp_status fsdpi_ck_add(fsdp_checkpoint *ck, fsdpi_ck_tensor **out, const char *name) {
     fsdpi_ck_table *t = &ck->table;
     int64_t length = (int64_t)strlen(name) + 1;
@@ -50,7 +51,7 @@ static int fsdpi_ck_is_reserved(const char *name) {
            strncmp(name, "fsdp.", 5) == 0;
 }
 
-// The name UNIT.PARAM, or what `place` makes of it.
+// Sets p to the parameter's place: the name UNIT.PARAM, as desc.place changes it.
 static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const fsdp_param_view *v,
                                   fsdp_checkpoint_place *p) {
     memset(p, 0, sizeof *p);
@@ -119,7 +120,7 @@ static fsdp_status fsdpi_ck_add_param(fsdp_checkpoint *ck, const char *call,
     return FSDP_OK;
 }
 
-// Adds a state of an extension. It has its parameter's box, or all ranks have all of it.
+// Adds an extension's state: with the box of its parameter, or replicated on all ranks.
 static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
                                       const fsdp_state_item *item, int32_t *last, int32_t *place) {
     char name[FSDP_CHECKPOINT_NAME + 128];
@@ -155,13 +156,12 @@ static fsdp_status fsdpi_ck_add_state(fsdp_checkpoint *ck, const char *call,
     }
     memcpy(x->shape, item->shape, sizeof x->shape);
     memcpy(x->whole, item->shape, sizeof x->whole);
-    // All ranks have it, and one writes it: rank 0, or the rank with the first part of its
-    // parameter.
+    // All ranks have it and one writes it: rank 0, or the rank with the parameter's first elements.
     int first = of >= 0 ? p.numel > 0 : ck->rank == 0;
     for (int d = 0; of >= 0 && d < p.ndim; d++) first = first && p.start[d] == 0;
     x->holder = first ? p.holder : 1;
     x->num_holders = !first ? 2 : of >= 0 ? p.num_holders : 1;
-    if (!first) x->place = -1; // this rank does not write it
+    if (!first) x->place = -1; // this rank does not write the state
     return FSDP_OK;
 }
 
@@ -190,7 +190,7 @@ typedef struct fsdpi_ck_named {
 static int fsdpi_ck_by_name(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_named *)a)->name, ((const fsdpi_ck_named *)b)->name);
 }
-// Two of one extension have the same state of a parameter: what to do.
+// Returns advice for two objects of one extension that have the same state of a parameter.
 static const char *fsdpi_ck_twice(const char *extension) {
     return strcmp(extension, "ema") == 0
                ? "two averages have this state of one parameter: give each a name, "
@@ -208,7 +208,8 @@ static fsdpi_ck_tensor *fsdpi_ck_find_tensor(const fsdpi_ck_table *t, const char
     return found ? fsdpi_ck_tensor_at(t, found->index) : NULL;
 }
 
-// Sorts by name, now that names do not move. A header has to be able to have each name; all differ.
+// Sorts the tensors by name; from here on names do not move. Names must be distinct, and valid in a
+// header.
 static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     fsdpi_ck_table *t = &ck->table;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &t->order,
@@ -239,12 +240,12 @@ static fsdp_status fsdpi_ck_sort(fsdp_checkpoint *ck, const char *call) {
     return FSDP_OK;
 }
 
-/* The parameter that a state belongs to; a parameter itself. x has an ordinal. */
+/* Returns the parameter of state x, or x itself if it is a parameter. Requires x->ordinal >= 0. */
 static const fsdpi_ck_tensor *fsdpi_ck_param_of(const fsdpi_ck_table *t, const fsdpi_ck_tensor *x) {
     return fsdpi_ck_tensor_at(t, ((const int32_t *)t->base.ptr)[x->ordinal]);
 }
 
-/* Makes the table of this rank's tensors. params_only 1: only parameters. */
+/* Makes the table of this rank's tensors; with params_only it contains only parameters. */
 static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int params_only) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_state_item item;
@@ -266,8 +267,8 @@ static fsdp_status fsdpi_ck_tabulate(fsdp_checkpoint *ck, const char *call, int 
     return status ? status : fsdpi_ck_sort(ck, call);
 }
 
-/* The rows of a tensor's box that this rank writes: ranks with the same box take turns, or share
-   its rows. Returns their number; 0: none. */
+/* Returns the number of rows of a tensor's box that this rank writes, and sets *first. Ranks
+   with the same box take turns, or share its rows. */
 static int64_t fsdpi_ck_my_rows(const fsdpi_ck_tensor *x, int64_t *first) {
     fsdp_range mine = FSDP_ZERO;
     int64_t rows = x->ndim ? x->shape[0] : 1;

@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: coverage. Before a save is committed, and before a load reads, it finds holes, overlaps,
-// and boxes that disagree about their tensor.
+// Checks coverage before a save is committed and before a load reads. It finds holes, overlaps, and
+// boxes that disagree about their tensor.
 
 // A box of a tensor in one of the files.
 typedef struct fsdpi_ck_box {
@@ -50,7 +50,7 @@ static int fsdpi_ck_meet_boxes(const fsdp_safetensors_entry *x, const fsdp_safet
     return 1;
 }
 
-// The first dim in which boxes begin at different places. Sorted boxes ascend in this dim.
+// Returns the first dim in which starts differ. Sorted boxes ascend in this dim.
 static int fsdpi_ck_sweep_dim(const fsdpi_ck_box *boxes, int count) {
     const fsdp_safetensors_entry *first = boxes[0].entry, *last = boxes[count - 1].entry;
     int d = 0;
@@ -58,7 +58,7 @@ static int fsdpi_ck_sweep_dim(const fsdpi_ck_box *boxes, int count) {
     return d;
 }
 
-/* The shape of the whole tensor: as a file says it, or the end of the last box. */
+/* Computes the shape of the whole tensor: from the files, or from the end of the last box. */
 static void fsdpi_ck_whole(const fsdpi_ck_box *boxes, int count, int64_t *whole) {
     int ndim = boxes[0].entry->ndim;
     for (int d = 0; d < ndim; d++) whole[d] = 0;
@@ -72,7 +72,7 @@ static void fsdpi_ck_whole(const fsdpi_ck_box *boxes, int count, int64_t *whole)
 
 typedef struct fsdpi_ck_tiling {
     const char *const *files; // names, for texts
-    int allow_twice;          // 1: a box that is there twice counts once (files of others)
+    int allow_twice;          // 1: a box that two files hold counts once (files of other programs)
     char why[1024];
 } fsdpi_ck_tiling;
 
@@ -90,11 +90,11 @@ static fsdp_status fsdpi_ck_overlap(fsdpi_ck_tiling *t, const fsdpi_ck_box *a,
     return FSDP_ERR_CORRUPT;
 }
 
-// Do the boxes of one tensor, sorted by their starts, tile it? Empty boxes do not count.
+// Checks that the boxes of one tensor, sorted by start, tile it. Empty boxes do not count.
 static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *boxes, int count) {
     const fsdp_safetensors_entry *first = boxes[0].entry;
     int64_t whole[FSDP_MAX_DIMS], volume = 0;
-    if (first->ndim > FSDP_MAX_DIMS) return FSDP_OK; // no call can read it
+    if (first->ndim > FSDP_MAX_DIMS) return FSDP_OK; // no call can read such a tensor
     for (int i = 1; i < count; i++)
         if (boxes[i].entry->ndim != first->ndim ||
             boxes[i].entry->file_dtype != first->file_dtype ||
@@ -130,7 +130,7 @@ static fsdp_status fsdpi_ck_tile_one(fsdpi_ck_tiling *t, const fsdpi_ck_box *box
     return FSDP_ERR_CORRUPT;
 }
 
-/* Sorts all boxes by name and start, and checks each tensor. CORRUPT: `why` has the reason. */
+/* Sorts all boxes by name and start, and checks each tensor. On CORRUPT `why` holds the reason. */
 static fsdp_status fsdpi_ck_tile(fsdpi_ck_tiling *t, fsdpi_ck_box *boxes, int count) {
     fsdp_status status = FSDP_OK;
     qsort(boxes, (size_t)count, sizeof *boxes, fsdpi_ck_by_box);

@@ -12,8 +12,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Owns: the hand-over of jobs, one at a time. A job is a function with an argument. It uses files
-// and memory that the caller has prepared, and neither the world nor the model.
+// Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
+// memory that the caller has prepared, and neither the world nor the model.
 
 struct fsdpi_ck_timespec {
     long tv_sec, tv_nsec;
@@ -21,7 +21,7 @@ struct fsdpi_ck_timespec {
 extern long fsdpi_ck_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_ck_clock(int clock, struct fsdpi_ck_timespec *out) __asm__("clock_gettime");
 
-static int64_t fsdpi_ck_now(void) { // monotonic, nanoseconds
+static int64_t fsdpi_ck_now(void) { // monotonic, in nanoseconds
     struct fsdpi_ck_timespec t;
     (void)fsdpi_ck_clock(1 /* CLOCK_MONOTONIC */, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
@@ -30,8 +30,8 @@ static int64_t fsdpi_ck_now(void) { // monotonic, nanoseconds
 #define FSDPI_CK_GET(p)    __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_CK_PUT(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
-// A bell. A thread that waits first reads the bell, and then tests its condition. It sleeps only if
-// the bell has not rung since.
+// A futex that counts rings. A waiting thread first reads the count and then tests its condition.
+// It sleeps only if the count has not changed since.
 static void fsdpi_ck_ring(uint32_t *bell) {
     __atomic_add_fetch(bell, 1, __ATOMIC_RELEASE);
     (void)fsdpi_ck_syscall(SYS_futex, bell, 129 /* wake, private */, 0x7FFFFFFF, NULL, NULL, 0);
@@ -45,7 +45,7 @@ static void fsdpi_ck_listen(uint32_t *bell, uint32_t seen, int64_t ns) {
 
 typedef void (*fsdpi_ck_job)(void *arg);
 
-typedef struct fsdpi_ck_watch { // since when no file call has ended
+typedef struct fsdpi_ck_watch { // since: when the last file call ended, in ns
     uint32_t moves;
     int64_t since;
 } fsdpi_ck_watch;
@@ -54,7 +54,7 @@ typedef struct fsdpi_ck_worker {
     pthread_t thread;
     int started, pid; // pid: the process that has the thread
     uint32_t to_worker, to_caller; // bells
-    uint32_t busy;                 // 1: a job was given and has not ended
+    uint32_t busy;                 // 1: a job was handed over and has not ended
     uint32_t stop;
     fsdpi_ck_job job;
     void *arg;
@@ -62,8 +62,7 @@ typedef struct fsdpi_ck_worker {
 
 static void *fsdpi_ck_work(void *arg) {
     fsdpi_ck_worker *w = (fsdpi_ck_worker *)arg;
-    // If a write exceeds the limit of a file's size (ulimit -f), it returns EFBIG, without a
-    // signal.
+    // A write beyond the file size limit (ulimit -f) then returns EFBIG without a signal.
     uint64_t signals = (uint64_t)1 << (SIGXFSZ - 1);
     (void)fsdpi_ck_syscall(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, &signals, NULL, sizeof signals);
     for (;;) {
@@ -80,7 +79,7 @@ static void *fsdpi_ck_work(void *arg) {
     }
 }
 
-// Starts the thread. Returns 0, or an errno value: then there is no thread.
+// Starts the thread. Returns 0, or an errno value if there is no thread.
 static int fsdpi_ck_start(fsdpi_ck_worker *w) {
     if (w->started) return 0;
     int error = pthread_create(&w->thread, NULL, fsdpi_ck_work, w);
@@ -98,7 +97,7 @@ static int fsdpi_ck_is_busy(fsdpi_ck_worker *w) {
     return FSDPI_CK_GET(&w->busy) && w->pid == (int)getpid();
 }
 
-// Waits until the worker has rung or ns have passed; it may return early.
+// Waits until the worker has rung or `ns` nanoseconds have passed. May return early.
 static void fsdpi_ck_nap(fsdpi_ck_worker *w, int64_t ns) {
     uint32_t seen = FSDPI_CK_GET(&w->to_caller);
     if (fsdpi_ck_is_busy(w)) fsdpi_ck_listen(&w->to_caller, seen, ns);

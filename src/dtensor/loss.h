@@ -11,13 +11,13 @@
 
 #include <math.h>
 
-// Source: torch/distributed/tensor/parallel/loss.py. There, a rank without classes fails alone.
-// Here, it takes part with -infinity and 0.
+// Source: torch/distributed/tensor/parallel/loss.py. There, a rank without classes fails. Here, it
+// takes part with -infinity and 0.
 
-// Infinities and NaN count here, even if the program is compiled with -Ofast.
+// Infinities and NaN must be exact, even if the program is compiled with -Ofast.
 FSDP_PRECISE_BEGIN("O2")
 
-enum { FSDPI_DT_BLOCK = 256 }; // elements that are converted at a time
+enum { FSDPI_DT_BLOCK = 256 }; // elements converted at a time
 
 typedef struct fsdpi_dt_logits {
     const char *at; // the next element
@@ -49,7 +49,7 @@ static fsdp_status fsdpi_dt_loss_null(const char *call) {
                          "[E196] %s: an array is NULL that has elements: pass all arrays", call);
 }
 
-// Reads the next block of a row of which `left` elements are left. Returns its number of elements.
+// Reads the next block of a row that has `left` elements left. Returns its number of elements.
 static int fsdpi_dt_logits_next(fsdpi_dt_logits *l, int64_t left) {
     int count = left < FSDPI_DT_BLOCK ? (int)left : FSDPI_DT_BLOCK;
     (void)fsdp_convert(l->block, FSDP_F64, l->at, l->dtype, count); // arguments have been checked
@@ -57,7 +57,7 @@ static int fsdpi_dt_logits_next(fsdpi_dt_logits *l, int64_t left) {
     return count;
 }
 
-// The index of a row's target among this rank's classes; -1: another rank has it, or none.
+// Returns the index of a row's target among this rank's classes; -1: another rank has it, or none.
 static int64_t fsdpi_dt_target(const fsdpi_dt_logits *l, int64_t target) {
     return target >= l->first && target - l->first < l->cols ? target - l->first : -1;
 }
@@ -73,7 +73,7 @@ FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype
         double most = -HUGE_VAL;
         for (int64_t left = cols; left > 0;) {
             int count = fsdpi_dt_logits_next(&l, left);
-            for (int k = 0; k < count; k++) // NaN stays
+            for (int k = 0; k < count; k++) // keeps a NaN
                 if (l.block[k] > most || l.block[k] != l.block[k]) most = l.block[k];
             left -= count;
         }

@@ -12,13 +12,13 @@
 
 #include <string.h>
 
-// Owns: fsdp_dmesh. All communication is records of the core on its groups, on pointers of the
-// caller. The caller's stream orders the records on it; the ticket of a redistribution orders
-// records on the extensions' stream.
+// Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
+// of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
+// the extensions' stream.
 
 enum {
     FSDPI_DT_NAME = 64,
-    FSDPI_DT_BACKWARD = sizeof " backward" - 1, // a name grows by so many characters
+    FSDPI_DT_BACKWARD = sizeof " backward" - 1, // characters appended to a name
     FSDPI_DT_STREAMS = 2                        // the caller's and the extensions'
 };
 
@@ -30,7 +30,7 @@ typedef struct fsdpi_dt_memory { // a block of fsdp_dmesh_alloc
 typedef struct fsdpi_dt_unit { // a cut unit of fsdp_tp_fully_shard
     fsdp_unit *unit;
     int32_t num_params;
-    int32_t *dims;  // [num_params] the dim that tp cuts
+    int32_t *dims;  // [num_params] dim that tp cuts
     int64_t *sizes; // [num_params] length of that dim in the whole tensor
     struct fsdpi_dt_unit *next;
 } fsdpi_dt_unit;
@@ -41,32 +41,32 @@ typedef struct fsdpi_dt_copy {
     int64_t count; // elements
 } fsdpi_dt_copy;
 
-typedef struct fsdpi_dt_stage { // a step of the route, at the present sizes
+typedef struct fsdpi_dt_stage { // a step of the route, at the current sizes
     int32_t kind, mesh_dim;
-    fsdp_seg seg;          // count: elements for each rank, of each pair of ranks, or of the whole
-    int64_t reads, writes; // elements of the collective's two buffers
-    int64_t in, out;       // elements of this rank's part before and after the step
-    fsdpi_dt_copy before;  // to the layout that the collective reads; all of a local step
-    fsdpi_dt_copy behind;  // from the layout that it writes
-    int32_t is_packed;     // 1: the part needs no copy `before`
-    int32_t is_whole;      // 1: the result needs no copy `behind`
+    fsdp_seg seg;          // count: elements per rank, per pair of ranks, or in total
+    int64_t reads, writes; // elements in the collective's two buffers
+    int64_t in, out;       // elements in this rank's part before and after the step
+    fsdpi_dt_copy before;  // to the layout that the collective reads; a local step has only this
+    fsdpi_dt_copy behind;  // from the layout that the collective writes
+    int32_t is_packed;     // 1: no copy `before` is needed
+    int32_t is_whole;      // 1: no copy `behind` is needed
     int32_t redop, keeps;  // keeps: OWN: this rank keeps its part
-    double factor;         // of AVG: 1 / ranks
+    double factor;         // AVG: 1 / ranks
 } fsdpi_dt_stage;
 
 struct fsdp_redistribution {
     fsdp_dmesh *dm;
     char name[FSDPI_DT_NAME + FSDPI_DT_BACKWARD];
-    fsdp_spec from, to, first_from, first_to; // at the present sizes; as they were given
-    fsdp_local part[2];                       // of from and to
-    fsdp_dtype dtype, comm_dtype, desc_dtype; // of src and dst; of what travels; of the desc
+    fsdp_spec from, to, first_from, first_to; // current sizes; first_*: as passed
+    fsdp_local part[2];                       // parts in `from` and in `to`
+    fsdp_dtype dtype, comm_dtype, desc_dtype; // src and dst's; the sent data's; the desc's
     double scale;
     uint64_t hash, runs;
     fsdp_route route;
     fsdpi_dt_stage *stages;      // [route.num_steps]
-    fsdp_block *blocks;          // of all stages
-    fsdp_buf *ticket;            // orders records on the extensions' stream; NULL: there are none
-    fsdp_block whole;            // the list of the last copy
+    fsdp_block *blocks;          // the lists of all stages
+    fsdp_buf *ticket;            // orders ops on the extensions' stream; NULL: none
+    fsdp_block whole;            // list of the last copy
     int32_t begun, all_in_place; // all_in_place: no step changes the size
     fsdp_redistribution *next;
 };
@@ -82,11 +82,11 @@ struct fsdp_dmesh {
     fsdp_links links;
     fsdp_comm *comm[FSDPI_DT_STREAMS][FSDP_MAX_DIMS];
     fsdp_buf *staging[FSDPI_DT_STREAMS][2];
-    int64_t staging_bytes; // of each
+    int64_t staging_bytes; // bytes of each staging buffer
     int pool, label;
     uint64_t routes;
-    void *scratch;                       // for routes
-    fsdp_mesh *dim_mesh[FSDP_MAX_DIMS];  // each dim alone
+    void *scratch;                       // for finding routes
+    fsdp_mesh *dim_mesh[FSDP_MAX_DIMS];  // a mesh for each dim
     fsdp_mesh *unit_mesh, *replica_mesh; // see units.h; NULL: not made
     fsdpi_dt_memory *memory;
     fsdpi_dt_unit *units;
@@ -119,7 +119,8 @@ static void fsdpi_dt_free(fsdp_model *m, void *ptr) { fsdp_free(m, FSDP_MEMORY_H
 /* -------------------------------------------------------------------------------------------- */
 // Memory.
 
-// Makes staging buffers of at least so many bytes. All ranks do so at once: their routes are equal.
+// Makes staging buffers of at least `bytes`. All ranks do so together, since their routes are
+// equal.
 static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *name) {
     fsdp_buf *made[FSDPI_DT_STREAMS][2];
     fsdp_status status = FSDP_OK;
@@ -133,7 +134,7 @@ static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *n
     for (int s = 0; s < 1 + dm->overlap; s++)
         for (int i = 0; i < 2 && !status; i++)
             status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, bytes, &made[s][i]);
-    for (int s = 0; s < 1 + dm->overlap; s++) // if one cannot be made, the old ones stay
+    for (int s = 0; s < 1 + dm->overlap; s++) // on failure the old buffers remain
         for (int i = 0; i < 2; i++) {
             fsdp_buf_destroy(dm->model, status ? made[s][i] : dm->staging[s][i]);
             if (!status) dm->staging[s][i] = made[s][i];
@@ -161,8 +162,8 @@ FSDP_API fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr
     return FSDP_OK;
 }
 
-/* Bytes from ptr to the end of a block that peers may read; 0: it is other memory. *begins: ptr is
-   the begin of the block, so that the part may use all of it. */
+/* Returns the bytes from ptr to the end of a block that peers may read, or 0 for other memory.
+   Sets *begins if ptr is the beginning of the block, so that the part may use all of it. */
 static int64_t fsdpi_dt_room(const fsdp_dmesh *dm, const void *ptr, int *begins) {
     for (const fsdpi_dt_memory *at = dm->memory; at; at = at->next) {
         uintptr_t begin = (uintptr_t)fsdp_buf_ptr(at->buf), p = (uintptr_t)ptr;
@@ -175,7 +176,7 @@ static int64_t fsdpi_dt_room(const fsdp_dmesh *dm, const void *ptr, int *begins)
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Making and ending.
+// Creation and destruction.
 
 static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r) {
     fsdp_redistribution **at = &dm->redistributions;
@@ -191,7 +192,7 @@ static void fsdpi_dt_forget(fsdp_dmesh *dm) {
     for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
 }
 
-// A reset of the model forgets redistributions that have begun.
+// Handles a reset of the model: it forgets redistributions that have begun.
 static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                          fsdp_status *status) {
     (void)model, (void)unit, (void)status;
@@ -215,7 +216,7 @@ static void fsdpi_dt_end_units(fsdp_dmesh *dm) {
 static void fsdpi_dt_end(void *user) {
     fsdp_dmesh *dm = (fsdp_dmesh *)user;
     fsdp_model *m = dm->model;
-    (void)fsdp_wait_stream(m, -1); // records under way read the lists
+    (void)fsdp_wait_stream(m, -1); // outstanding ops read the lists
     while (dm->redistributions) fsdpi_dt_end_redistribution(dm, dm->redistributions);
     fsdpi_dt_end_units(dm);
     for (int s = 0; s < FSDPI_DT_STREAMS; s++)
@@ -229,7 +230,7 @@ static void fsdpi_dt_end(void *user) {
     fsdpi_dt_free(m, dm);
 }
 
-// Which dim has a name that the desc gives in `field`?
+// Sets *dim to the dim that the desc names in `field`.
 static fsdp_status fsdpi_dt_named_dim(const fsdp_dmesh *dm, const char *field, const char *name,
                                       int32_t *dim) {
     *dim = fsdp_mesh_dim(dm->mesh, name);
@@ -240,11 +241,11 @@ static fsdp_status fsdpi_dt_named_dim(const fsdp_dmesh *dm, const char *field, c
                      name, field);
 }
 
-// Sets of ranks, each as a number: this rank, and the ranks that differ from it only in some dims.
+// Sets of ranks, each as a hash: this rank, and the ranks that differ from it only in certain dims.
 typedef struct fsdpi_dt_sets {
-    uint64_t alone, dim[FSDP_MAX_DIMS]; // of dm's mesh: over no dim, and over each dim
-    uint64_t data, data_tp;             // over the dims that shard and replicate; and tp, too
-    uint64_t shards, replicas, all;     // those of the model's mesh_info
+    uint64_t alone, dim[FSDP_MAX_DIMS]; // in dm's mesh: over no dim, and over each dim
+    uint64_t data, data_tp;             // over the dims that shard and replicate; the same with tp
+    uint64_t shards, replicas, all;     // sets in the model's mesh_info
 } fsdpi_dt_sets;
 
 static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks, int dims) {
@@ -262,7 +263,7 @@ static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks,
 
 static int fsdpi_dt_bit(int dim) { return dim < 0 ? 0 : 1 << dim; }
 
-// The dim of a set of more than one rank; -1: there is none.
+// Returns the dim of a set of more than one rank, or -1.
 static int fsdpi_dt_dim_over(const fsdp_dmesh *dm, const fsdpi_dt_sets *s, uint64_t set) {
     int dim = set == s->alone ? dm->ndim : 0;
     while (dim < dm->ndim && s->dim[dim] != set) dim++;
@@ -270,8 +271,8 @@ static int fsdpi_dt_dim_over(const fsdp_dmesh *dm, const fsdpi_dt_sets *s, uint6
 }
 
 /* Finds the dims that shard and replicate: they have the ranks over which the model's mesh_info
-   does so. The model may also do so over tp, and units that tp cuts do not. If this mesh has no
-   such dims, the dims with the usual names count. */
+   does so. That may include tp, but units that tp cuts do not use it. If this mesh has no such
+   dims, the dims with the usual names count. */
 static void fsdpi_dt_find_dims(fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
     dm->shard = fsdpi_dt_dim_over(dm, s, s->shards);
     dm->replicate = fsdpi_dt_dim_over(dm, s, s->replicas);
@@ -286,7 +287,7 @@ static void fsdpi_dt_find_dims(fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
     if (dm->replicate == dm->tp) dm->replicate = -1;
 }
 
-// Would units shard and replicate over other ranks than the model's mesh_info says?
+// Returns 1 if units would shard or replicate over other ranks than the model's mesh_info.
 static int fsdpi_dt_is_other(const fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
     if (s->all != s->data && s->all != s->data_tp) return 1;
     uint64_t shards = dm->shard < 0 ? s->alone : s->dim[dm->shard];
@@ -295,14 +296,14 @@ static int fsdpi_dt_is_other(const fsdp_dmesh *dm, const fsdpi_dt_sets *s) {
            (replicas != s->alone && replicas == s->shards);
 }
 
-// Finds the dims with a meaning, by the names in the desc and by the model's mesh_info.
+// Finds the dims with a role, from the names in the desc and from the model's mesh_info.
 static fsdp_status fsdpi_dt_name_dims(fsdp_dmesh *dm, const fsdp_dmesh_desc *d,
                                       const fsdp_mesh_info *info) {
     const int shard = fsdpi_dt_bit(info->shard_mesh_dim);
     const int replicate = fsdpi_dt_bit(info->replicate_mesh_dim);
     int32_t *ranks;
     fsdpi_dt_sets s;
-    size_t size = (size_t)fsdp_mesh_size(info->mesh, -1); // has as many as dm's, or more
+    size_t size = (size_t)fsdp_mesh_size(info->mesh, -1); // at least as many as dm's
     fsdp_status status = fsdpi_dt_alloc(dm->model, size * sizeof *ranks, (void **)&ranks);
     if (status) return status;
     (void)fsdp_mesh_ranks(info->mesh, -1, ranks);
@@ -327,7 +328,7 @@ static fsdp_status fsdpi_dt_name_dims(fsdp_dmesh *dm, const fsdp_dmesh_desc *d,
     return status;
 }
 
-// The checks that this rank makes alone.
+// Makes the checks that need no other rank.
 static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(dm->model, &info);
@@ -367,13 +368,13 @@ static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d)
     return status;
 }
 
-// The call has failed on another rank, whose text has the reason.
+// Reports a failure on another rank, whose text has the reason.
 static fsdp_status fsdpi_dt_other_failed(fsdp_world *w) {
     return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                      "[E008] dmesh_create: it failed on another rank: see its log");
 }
 
-// Have all ranks come so far without a failure? A rank with one takes part.
+// Fails if a rank has failed so far. A failed rank must take part.
 static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
     int32_t all = !status;
     fsdp_status reached = fsdp_all_reduce(w, NULL, &all, 1, FSDP_I32, FSDP_MIN);
@@ -381,7 +382,7 @@ static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
     return all ? FSDP_OK : fsdpi_dt_other_failed(w);
 }
 
-// The same, and do all ranks give the same desc?
+// Also fails if ranks pass different descs.
 static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp_status status) {
     int32_t numbers[FSDP_MAX_DIMS + 6];
     memset(numbers, 0, sizeof numbers);
@@ -404,8 +405,8 @@ static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp
                      "staging_bytes, overlap and links, and a mesh of the same shape");
 }
 
-/* Makes meshes for units. unit_mesh: if there is no shard_dim and no replicate_dim, it has an outer
-   dim of one rank, which shards. replica_mesh: (.., replicate x tp), the replicas of a unit that tp
+/* Makes meshes for units. unit_mesh: without shard_dim and replicate_dim, it has an outer dim of
+   one rank, which shards. replica_mesh: (.., replicate x tp), the replicas of a unit that tp
    replicates. */
 static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
     static const char *const names[2] = {"one", "rest"};
@@ -447,8 +448,8 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     static const int streams[FSDPI_DT_STREAMS] = {FSDP_STREAM_COMPUTE, FSDP_STREAM_EXTENSION};
     fsdp_status status = FSDP_OK;
     dm->overlap = d->overlap != 0;
-    if (dm->overlap) dm->extension.call = fsdpi_dt_call; // else none is ever under way
-    for (int32_t i = 0; i < dm->ndim && !status; i++) // after all checks: slices stay
+    if (dm->overlap) dm->extension.call = fsdpi_dt_call; // otherwise none is ever outstanding
+    for (int32_t i = 0; i < dm->ndim && !status; i++) // last: slices are not freed
         status = fsdp_mesh_slice(dm->mesh, &i, 1, &dm->dim_mesh[i]);
     if (!status) status = fsdpi_dt_unit_meshes(dm);
     status = fsdpi_dt_all_did(dm->world, status); // all ranks make the groups together
@@ -461,7 +462,7 @@ static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
     return status;
 }
 
-// Makes a dmesh, as far as this rank can do so alone.
+// Makes a dmesh, up to the point where ranks communicate.
 static fsdp_status fsdpi_dt_new(fsdp_model *model, const fsdp_dmesh_desc *d, fsdp_dmesh **out) {
     fsdp_dmesh *dm;
     fsdp_status status = fsdpi_dt_alloc(model, sizeof *dm, (void **)&dm);
@@ -500,7 +501,7 @@ FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc 
         int is_attached = !status;
         status = fsdpi_dt_all_did(w, status);
         if (status && is_attached) {
-            (void)fsdp_detach(model, &dm->extension); // ends it
+            (void)fsdp_detach(model, &dm->extension); // also frees it
             return status;
         }
     }

@@ -12,11 +12,12 @@
 
 #include <string.h>
 
-// An operation is a list of rows. For one mesh dim, a row says how the inputs have to be placed and
-// how the output is placed then. Mesh dims are independent of each other. In the first row of each
-// list all tensors are whole. Source: torch/distributed/tensor/_ops, _sharding_prop.py.
+// An operation is a list of rows. For one mesh dim, a row gives the placements of the inputs and
+// the resulting placement of the output. Mesh dims are independent of each other. In the first row
+// of each list all tensors are replicated. Source: torch/distributed/tensor/_ops,
+// _sharding_prop.py.
 
-enum { FSDPI_DT_WHOLE = -1, FSDPI_DT_ADDS = -2 }; // in a row; >= 0: cut along this dim
+enum { FSDPI_DT_WHOLE = -1, FSDPI_DT_ADDS = -2 }; // >= 0: cut along this dim
 enum { FSDPI_DT_MASKED = 1, FSDPI_DT_EVEN = 2, FSDPI_DT_MEAN = 4 }; // flags of a row
 enum { FSDPI_DT_ROWS = 24, FSDPI_DT_STACK = 128 << 10 };
 
@@ -50,11 +51,12 @@ static int64_t fsdpi_dt_size(const fsdpi_dt_op *o, int input, int dim) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The rows of each operation, and the shape of its output. They return 0 if the inputs do not fit.
+// The rows of each operation, and the shape of its output. These functions return 0 if the inputs
+// do not fit.
 
 static int fsdpi_dt_rows_mm(fsdpi_dt_op *o) {
     const int R = FSDPI_DT_WHOLE, P = FSDPI_DT_ADDS, batch = o->op == FSDP_TENSOR_OP_BMM;
-    int m = batch, k = batch + 1; // dims of x; k is also the last one of y
+    int m = batch, k = batch + 1; // dims of x; k is also y's last dim
     if (o->num_in != 2 || o->in[0]->ndim != k + 1 || o->in[1]->ndim != k + 1) return 0;
     if (fsdpi_dt_size(o, 0, k) != fsdpi_dt_size(o, 1, m)) return 0;
     if (batch && fsdpi_dt_size(o, 0, 0) != fsdpi_dt_size(o, 1, 0)) return 0;
@@ -104,7 +106,7 @@ static int fsdpi_dt_rows_binary(fsdpi_dt_op *o) {
     return 1;
 }
 
-// Operations on each element, or on each row of the last dims. Weights are whole.
+// Adds rows of operations on each element, or on each row of the last dims. Weights are replicated.
 static int fsdpi_dt_rows_each(fsdpi_dt_op *o) {
     const int R = FSDPI_DT_WHOLE, P = FSDPI_DT_ADDS;
     int most = o->op == FSDP_TENSOR_OP_LAYER_NORM ? 3 : o->op == FSDP_TENSOR_OP_RMS_NORM ? 2 : 1;
@@ -154,14 +156,14 @@ static int fsdpi_dt_rows_slice(fsdpi_dt_op *o) {
     return 1;
 }
 
-// The first dim of more than one element in [begin, end), or -1.
+// Returns the first dim of more than one element in [begin, end), or -1.
 static int fsdpi_dt_first(const int64_t *shape, int begin, int end) {
     while (begin < end && shape[begin] == 1) begin++;
     return begin < end ? begin : -1;
 }
 
 // Dims form groups of equal size on both sides, and the first dims of a group correspond. Parts
-// have the same elements if the first dims are equal, or if both are cut evenly.
+// have identical elements if the first dims are equal, or if both are cut evenly.
 static int fsdpi_dt_rows_reshape(fsdpi_dt_op *o) {
     const int64_t *a = o->in[0]->shape, *b = o->shape;
     int na = o->in[0]->ndim, i = 0, k = 0;
@@ -258,14 +260,16 @@ static int fsdpi_dt_rows(fsdpi_dt_op *o) {
 /* -------------------------------------------------------------------------------------------- */
 // Candidates: a row for each mesh dim, and an order of cuts.
 
-// An operation that only moves elements works on addends of any op; others work on sums only.
+// Returns 1 if the operation only moves elements. It works on partial values of any op; others only
+// on sums.
 static int fsdpi_dt_moves_only(int op) {
     return op == FSDP_TENSOR_OP_TRANSPOSE || op == FSDP_TENSOR_OP_SLICE ||
            op == FSDP_TENSOR_OP_RESHAPE || op == FSDP_TENSOR_OP_CAT;
 }
 
-// The op of addends in mesh dim m: that of the first input that is given with addends there. But if
-// the operation itself makes addends, they are sums, and all other addends have to be sums, too.
+// Returns the op of partial values in mesh dim m: that of the first input with partial values
+// there. If the operation itself makes partial values, they are sums, and all others must be sums
+// too.
 static int fsdpi_dt_op_of(const fsdpi_dt_op *o, int m) {
     int op = FSDP_SUM;
     for (int i = o->num_in - 1; i >= 0; i--) {
@@ -276,10 +280,10 @@ static int fsdpi_dt_op_of(const fsdpi_dt_op *o, int m) {
     return op;
 }
 
-// What a row says of input i, or of the output (-1).
+// Returns a row's entry for input i, or for the output (-1).
 static int fsdpi_dt_code_of(const fsdpi_dt_row *r, int i) { return i < 0 ? r->out : r->in[i]; }
 
-// The spec of input i, or of the output (-1), with the rows that are chosen.
+// Computes the spec of input i, or of the output (-1), with the chosen rows.
 static void fsdpi_dt_spec_of(const fsdpi_dt_op *o, int i, fsdp_spec *s) {
     int8_t cuts[FSDP_MAX_DIMS];
     const fsdp_spec *like = o->in[i < 0 ? 0 : i];
@@ -306,7 +310,7 @@ static int64_t fsdpi_dt_pieces(const fsdp_spec *s, int dim) {
     return pieces;
 }
 
-// Do addends of different mesh dims commute?
+// Returns 1 if partial values of different mesh dims commute.
 static int fsdpi_dt_adds_fit(const fsdp_spec *s) {
     for (int m = 0; m < s->mesh_ndim; m++)
         if (s->place[m].kind == FSDP_PARTIAL && fsdpi_dt_other_op(s, s->place[m].op, m) >= 0)
@@ -314,8 +318,8 @@ static int fsdpi_dt_adds_fit(const fsdp_spec *s) {
     return 1;
 }
 
-// May input i be redistributed to what the rows need? A cut input does not become addends: that
-// would be free here, and expensive in the next operation.
+// Returns 1 if input i may be redistributed to the spec that the rows need. A cut input does not
+// become partial: that is free here, and expensive in the next operation.
 static int fsdpi_dt_fits(const fsdpi_dt_op *o, int i, const fsdp_spec *need) {
     const fsdp_spec *given = o->in[i];
     if (fsdpi_dt_no_way(given, need) >= 0 || !fsdpi_dt_adds_fit(need)) return 0;
@@ -332,7 +336,7 @@ static int fsdpi_dt_fits(const fsdpi_dt_op *o, int i, const fsdp_spec *need) {
     return 1;
 }
 
-// The output of a reshape has to be cut evenly, too.
+// Returns 1 if the output of a reshape is cut evenly.
 static int fsdpi_dt_out_fits(const fsdpi_dt_op *o, const fsdp_spec *out) {
     for (int m = 0; m < out->mesh_ndim; m++)
         if ((o->chosen[m]->flags & FSDPI_DT_EVEN) && out->place[m].kind == FSDP_SHARD &&
@@ -341,8 +345,8 @@ static int fsdpi_dt_out_fits(const fsdpi_dt_op *o, const fsdp_spec *out) {
     return fsdpi_dt_adds_fit(out);
 }
 
-// How the gradient of input i is placed: cut as the input is. If the input is whole, and another
-// one is cut or holds addends, each rank has an addend of the gradient.
+// Computes the placement of input i's gradient: cut as the input is. If the input is replicated,
+// and another one is cut or partial, the gradient is partial.
 static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
     for (int m = 0; m < grad->mesh_ndim; m++) {
         fsdp_placement *p = &grad->place[m];
@@ -351,10 +355,10 @@ static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
         memset(p, 0, sizeof *p);
         if (adds) p->kind = FSDP_PARTIAL;
     }
-    if (o->op == FSDP_TENSOR_OP_EMBEDDING && i == 1) memset(grad, 0, sizeof *grad); // none
+    if (o->op == FSDP_TENSOR_OP_EMBEDDING && i == 1) memset(grad, 0, sizeof *grad); // no gradient
 }
 
-// Compares the candidate with the best one so far, and keeps the better one.
+// Compares the candidate with the best so far, and keeps the better one.
 static fsdp_status fsdpi_dt_weigh(fsdpi_dt_op *o, void *scratch, fsdp_propagation *best) {
     fsdp_propagation c;
     fsdp_route route;
@@ -394,7 +398,8 @@ static fsdp_status fsdpi_dt_weigh(fsdpi_dt_op *o, void *scratch, fsdp_propagatio
                                 o->ndim, o->shape);
 }
 
-// May a row be taken for mesh dim m? Only if an input is placed so already; the first row always.
+// Returns 1 if a row may be taken for mesh dim m: an input is placed so already, or it is the first
+// row.
 static int fsdpi_dt_is_open(const fsdpi_dt_op *o, const fsdpi_dt_row *r, int m) {
     for (int i = 0; i < o->num_in; i++) {
         const fsdp_placement *p = &o->in[i]->place[m];
@@ -404,7 +409,7 @@ static int fsdpi_dt_is_open(const fsdpi_dt_op *o, const fsdpi_dt_row *r, int m) 
     return r == o->rows;
 }
 
-// Tries all choices of rows; the last mesh dim changes first.
+// Tries all combinations of rows; the last mesh dim changes fastest.
 static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagation *best) {
     int m = 0;
     fsdp_status status = FSDP_OK;
@@ -422,8 +427,8 @@ static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagati
     return status;
 }
 
-// Orders all mesh dims so that the cuts of each dim of a spec come in the order in which they are
-// made. It takes the leftmost mesh dim whose earlier cuts have been taken, again and again.
+// Orders all mesh dims so that each dim's cuts in a spec appear in the order in which they are
+// made. Repeatedly takes the leftmost mesh dim whose earlier cuts have been taken.
 static void fsdpi_dt_order(const fsdp_spec *s, int *order) {
     int taken = 0;
     for (int k = 0; k < s->mesh_ndim; k++)
@@ -490,7 +495,7 @@ FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_
     o.op = op, o.in = in, o.num_in = num_in;
     fsdp_status status = fsdpi_dt_op_begin(&o, args);
     if (!status) status = fsdpi_dt_read_links("propagate", links, &o.links);
-    for (int i = 0; i < num_in && !status; i++) { // each order that an input has, once
+    for (int i = 0; i < num_in && !status; i++) { // each distinct order of cuts
         int known[FSDP_MAX_DIMS], again = i > 0;
         memcpy(known, o.order, sizeof known);
         fsdpi_dt_order(in[i], o.order);

@@ -14,24 +14,24 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Owns: fsdp_redistribution. For each step of the route it has the layout of parts in the
-   collective: a part is tight and row-major, at the begin of its `count` elements; no rank reads
-   the elements after it. So a gather needs no copy before it. It needs no copy after it either, if
-   the parts, one after the other, are the result: cut along dim 0, or with dims of length 1 before
-   the cut dim. */
+/* Makes and runs fsdp_redistribution. For each step of the route it has the layout of parts in
+   the collective: a part is contiguous and row-major, at the beginning of its `count` elements;
+   no rank reads the elements after it. So a gather needs no copy before it. It needs no copy
+   after it either if the parts in order are the result: cut along dim 0, or with dims of length
+   1 before the cut dim. */
 
 static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_size(dtype); }
 
 /* -------------------------------------------------------------------------------------------- */
 // The layout of parts.
 
-// Is a spec of a mesh with dm's shape?
+// Returns 1 if a spec is for a mesh of dm's shape.
 static int fsdpi_dt_is_on(const fsdp_dmesh *dm, const fsdp_spec *s) {
     return s->mesh_ndim == dm->ndim &&
            memcmp(s->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) == 0;
 }
 
-// The length of a dim of this rank's part in a spec, without the cut of mesh dim `without`.
+// Returns the length of a dim of this rank's part in a spec, without the cut of mesh dim `without`.
 static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int dim, int without) {
     fsdp_range range = {0, s->shape[dim], 0};
     int m;
@@ -40,7 +40,7 @@ static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int d
     return range.count;
 }
 
-// Elements of a row of dim `dim`; and the number of such dims, one after the other.
+// Returns the product of the dims after `dim`. fsdpi_dt_outer_of multiplies those before it.
 static int64_t fsdpi_dt_inner(int ndim, const int64_t *shape, int dim) {
     return fsdpi_dt_numel(ndim - dim - 1, shape + dim + 1);
 }
@@ -48,8 +48,8 @@ static int64_t fsdpi_dt_outer_of(const int64_t *shape, int dim) {
     return fsdpi_dt_numel(dim, shape);
 }
 
-// A copy of the rows that rank k of n has of a tensor's dim: from the tensor to element `at` of the
-// pieces, or back.
+// Adds a copy of the rows that rank k of n has of a tensor's dim: from the tensor to element `at`
+// of the pieces, or back.
 static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape, int dim,
                            int n, int k, int64_t at) {
     int64_t inner = fsdpi_dt_inner(ndim, shape, dim), height = fsdpi_dt_outer_of(shape, dim);
@@ -63,8 +63,8 @@ static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_
     copy->count += width * height;
 }
 
-// Copies of the pieces of all ranks, each at a multiple of `count` elements. Returns 1 if no copy
-// is needed: the pieces in this order are the tensor.
+// Adds copies of the pieces of all ranks, each at a multiple of `count` elements. Returns 1 if no
+// copy is needed: the pieces in this order are the tensor.
 static int fsdpi_dt_all_pieces(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape,
                                int dim, int n, int64_t count) {
     for (int k = 0; k < n; k++) fsdpi_dt_piece(copy, back, ndim, shape, dim, n, k, k * count);
@@ -72,8 +72,8 @@ static int fsdpi_dt_all_pieces(fsdpi_dt_copy *copy, int back, int ndim, const in
            fsdpi_dt_ceil(shape[dim], n) * fsdpi_dt_inner(ndim, shape, dim) == count;
 }
 
-/* A step on mesh dim m: it cuts tensor dim j instead of i. s: the spec before the step, which
-   becomes the one after it. `wide`: the shape of this rank's part without m's cuts. */
+/* Computes a step on mesh dim m, which cuts tensor dim j instead of i. s: the spec before the
+   step, changed to the one after it. `wide`: the shape of this rank's part without m's cuts. */
 static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_step *step,
                          fsdpi_dt_stage *st) {
     const fsdp_dmesh *dm = r->dm;
@@ -117,14 +117,14 @@ static void fsdpi_dt_uncut(fsdp_spec *s, int m) {
             s->place[i].order--;
 }
 
-// Sets parts and stages for the sizes of r->from.
+// Computes parts and stages for the sizes in r->from.
 static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
     const fsdp_dmesh *dm = r->dm;
     fsdp_spec s = r->from;
     fsdp_block *blocks = r->blocks;
     (void)fsdp_spec_local(&r->from, dm->coord, &r->part[0]);
     (void)fsdp_spec_local(&r->to, dm->coord, &r->part[1]);
-    for (int m = 0; m < dm->ndim; m++) // routes count orders without dims of one rank
+    for (int m = 0; m < dm->ndim; m++) // routes skip dims of one rank
         if (dm->shape[m] == 1) fsdpi_dt_uncut(&s, m);
     r->all_in_place = 1;
     for (int k = 0; k < r->route.num_steps; k++) {
@@ -139,9 +139,9 @@ static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Making and ending.
+// Creation and destruction.
 
-// Checks a spec as fsdpi_dt_known does. A failure is the world's.
+// Checks a spec as fsdpi_dt_known does. A failure is reported in `w`.
 static fsdp_status fsdpi_dt_known_in(fsdp_world *w, const char *call, const fsdp_spec *spec) {
     fsdpi_dt_world = w;
     const fsdp_status status = fsdpi_dt_known(call, spec);
@@ -156,7 +156,7 @@ static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistri
     if (!status) status = fsdpi_dt_known_in(dm->world, "redistribution_create", &d->to);
     if (status) return status;
     for (int m = 0; m < d->from.mesh_ndim; m++) {
-        const fsdp_placement *p = &d->to.place[m]; // its addends are those of `from`
+        const fsdp_placement *p = &d->to.place[m]; // has partial values of `from`
         avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
         extreme |= p->kind == FSDP_PARTIAL && (p->op == FSDP_MAX || p->op == FSDP_MIN);
     }
@@ -179,8 +179,8 @@ static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
     return memcmp(a, b, sizeof *a) == 0;
 }
 
-// A hash of all that ranks have to agree on, with the present sizes: other sizes may have as many
-// elements.
+// Hashes all that ranks must agree on, with the current sizes: other sizes may give the same number
+// of elements.
 static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
     r->hash = fsdpi_dt_hash(2, r->name, (int64_t)strlen(r->name));
     r->hash = fsdpi_dt_hash(r->hash, &r->from, sizeof r->from);
@@ -189,7 +189,7 @@ static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
     r->hash = fsdpi_dt_mix(r->hash, (uint64_t)r->desc_dtype);
 }
 
-// Takes the route of an earlier redistribution between the same specs, or finds a new one.
+// Reuses the route of an earlier redistribution between equal specs, or finds a new one.
 static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
     fsdp_dmesh *dm = r->dm;
     for (const fsdp_redistribution *at = dm->redistributions; at; at = at->next)
@@ -205,7 +205,7 @@ static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
     return status;
 }
 
-// Makes tables, staging memory and the ticket of a redistribution that has a route.
+// Allocates tables, staging memory and the ticket of a redistribution that has a route.
 static fsdp_status fsdpi_dt_prepare(fsdp_redistribution *r) {
     fsdp_dmesh *dm = r->dm;
     int64_t size = fsdpi_dt_bytes_of(r->dtype), comm = fsdpi_dt_bytes_of(r->comm_dtype);
@@ -267,8 +267,9 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     return FSDP_OK;
 }
 
-/* The factor of the way back: each addend of a mean over n has 1/n in it. A maximum or minimum has
-   no way back, since it depends on the values which addend it is. */
+/* Computes the factor of the backward redistribution: each partial value of a mean over n has
+   factor 1/n. A maximum or minimum has no backward, since the values decide which partial value
+   it is. */
 static fsdp_status fsdpi_dt_back_scale(const fsdp_redistribution *forward, double *scale) {
     *scale = fsdp_dtype_is_float(forward->dtype) ? forward->scale : 0;
     for (int m = 0; m < forward->first_from.mesh_ndim; m++) {
@@ -363,19 +364,19 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Running: the part goes from src by way of staging memory to dst.
+// Execution: the part is sent from src through staging memory to dst.
 
 typedef struct fsdpi_dt_run {
     fsdp_redistribution *r;
-    char *src, *dst, *at, *staging[2]; // at: the present place of the part
+    char *src, *dst, *at, *staging[2]; // at: where the part is now
     int stream;                        // 0: the caller's; 1: the extensions'
-    int is_loose;                      // 1: the last record does not move the ticket
-    double factor;                     // the part has to be multiplied by this in the end
+    int is_loose;                      // 1: the last op does not use the ticket
+    double factor;                     // remaining factor of the part
     fsdp_status status;
 } fsdpi_dt_run;
 
-// The number of elements at src or dst that peers may read or the library may write; a part has
-// `part` of them.
+// Returns the number of elements at src or dst that peers may read or the library may write. The
+// part itself has `part` elements.
 static int64_t fsdpi_dt_elements(const fsdpi_dt_run *run, const char *at, int64_t part) {
     int begins;
     int64_t room = fsdpi_dt_room(run->r->dm, at, &begins) / fsdpi_dt_bytes_of(run->r->dtype);
@@ -412,8 +413,7 @@ static void fsdpi_dt_emit(fsdpi_dt_run *run, fsdp_op *op) {
     if (!run->status) run->status = fsdp_emit(run->r->dm->model, op);
 }
 
-// Copies the part, or its pieces, to another place. The last copy, to dst, multiplies by the
-// factor.
+// Copies the part or its pieces to `to`. The last copy, to dst, multiplies by the factor.
 static void fsdpi_dt_copy_to(fsdpi_dt_run *run, char *to, const fsdpi_dt_copy *copy, int is_last) {
     fsdp_op op;
     fsdpi_dt_begin_op(run, &op, FSDP_OP_COPY, run->at, to);
@@ -427,8 +427,7 @@ static void fsdpi_dt_copy_to(fsdpi_dt_run *run, char *to, const fsdpi_dt_copy *c
     if (copy->count) fsdpi_dt_emit(run, &op);
 }
 
-// Copies all of a part as it lies. whole: a block for the list that lives as long as the
-// redistribution.
+// Copies a whole part. whole: memory for the list, which lives as long as the redistribution.
 static void fsdpi_dt_copy_all(fsdpi_dt_run *run, char *to, fsdp_block *whole, int64_t count,
                               int is_last) {
     fsdp_block block = {0, 0, count, 1, count, count};
@@ -471,7 +470,7 @@ static void fsdpi_dt_collective(fsdpi_dt_run *run, const fsdpi_dt_stage *st, int
     fsdpi_dt_emit(run, &op);
 }
 
-// It runs in place at dst, if peers may read there and this is the last step.
+// Reduces in place at dst if peers may read there and this is the last step.
 static void fsdpi_dt_all_reduce(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
     const fsdp_redistribution *r = run->r;
     char *home = fsdpi_dt_is_staged(run, run->at) ? run->at : run->staging[0];
@@ -505,7 +504,7 @@ static fsdp_status fsdpi_dt_nothing(const fsdp_op *op, void *stream) {
     return FSDP_OK;
 }
 
-// The records of all steps.
+// Emits the ops of all steps.
 static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *dst,
                                     const void *src) {
     fsdpi_dt_run run;
@@ -520,7 +519,7 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
         fsdpi_dt_stage *st = &r->stages[k];
         int is_last = k + 1 == r->route.num_steps;
         if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
-        // If no rank of the group has an element here, a later step may bring sums of other groups.
+        // No rank of the group has elements here, but a later step may bring other groups' sums.
         else if (!st->seg.count) run.factor *= st->factor;
         else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
         else fsdpi_dt_exchange(&run, st, is_last);
@@ -596,7 +595,7 @@ FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Do replicas hold the same bytes?
+// Comparison of replicas' bytes.
 
 static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t bytes,
                                       uint64_t *hash) {
@@ -611,7 +610,7 @@ static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t 
     return status;
 }
 
-// The smallest of each number, over the ranks that should hold the same bytes.
+// Takes the minimum of each number over the ranks that should hold equal bytes.
 static fsdp_status fsdpi_dt_min_over_ranks(const fsdp_dmesh *dm, const fsdp_spec *spec,
                                            int64_t *values, int count) {
     fsdp_status status = FSDP_OK;

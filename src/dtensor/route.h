@@ -13,8 +13,8 @@
 
 // A state has a byte for each mesh dim of more than one rank. A move leads from one state to
 // another: the last cut of a tensor dim is undone, or becomes the last cut of another dim, or
-// addends are reduced. Dijkstra's algorithm finds the cheapest sequence. Costs are integers of
-// 10^-6 us, so that sums do not depend on the order of addition, and equal costs are equal. Source:
+// partial values are reduced. Dijkstra's algorithm finds the cheapest sequence. Costs are integers
+// in 10^-6 us, so that sums do not depend on the order of addition, and ties are exact. Source:
 // torch/distributed/tensor/_redistribute.py.
 
 enum { FSDPI_DT_R = 0, FSDPI_DT_P = 1, FSDPI_DT_S = 2 }; // SHARD: S + 8 * dim + order
@@ -22,7 +22,7 @@ enum { FSDPI_DT_R = 0, FSDPI_DT_P = 1, FSDPI_DT_S = 2 }; // SHARD: S + 8 * dim +
 
 typedef struct fsdpi_dt_node {
     uint64_t state;
-    int64_t ps;              // cost so far
+    int64_t ps;              // cost so far, in 10^-6 us
     int32_t parent, heap_at; // heap_at -1: settled
     uint8_t collectives, steps;
     uint16_t move; // the last move: see fsdpi_dt_code
@@ -31,7 +31,7 @@ typedef struct fsdpi_dt_node {
 typedef struct fsdpi_dt_search {
     const fsdp_spec *spec;                          // shape and dtype
     int dims;                                       // mesh dims of more than one rank
-    int mesh_dim[FSDP_MAX_DIMS], op[FSDP_MAX_DIMS]; // op: that joins its addends
+    int mesh_dim[FSDP_MAX_DIMS], op[FSDP_MAX_DIMS]; // op: reduces its partial values
     int64_t ranks[FSDP_MAX_DIMS];
     fsdp_links links; // zeros replaced by defaults
     uint64_t start, goal;
@@ -48,7 +48,7 @@ static uint64_t fsdpi_dt_set(uint64_t state, int i, int place) {
 static int fsdpi_dt_dim_of(int place) { return (place - FSDPI_DT_S) / FSDP_MAX_DIMS; }
 static int fsdpi_dt_order_of(int place) { return (place - FSDPI_DT_S) % FSDP_MAX_DIMS; }
 
-// The number of cuts of a tensor dim in a state: the next cut gets this order.
+// Returns the number of cuts of a tensor dim in a state, which is the order of the next cut.
 static int fsdpi_dt_count(const fsdpi_dt_search *f, uint64_t state, int dim) {
     int count = 0;
     for (int i = 0; i < f->dims; i++) {
@@ -87,11 +87,11 @@ static fsdp_placement fsdpi_dt_place_of(const fsdpi_dt_search *f, int i, int pla
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What a step costs.
+// Costs of steps.
 
 static int64_t fsdpi_dt_ceil(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// Rows of the largest part along a dim, without mesh dim `without` (-1: with all).
+// Returns the rows of the largest part along a dim, without mesh dim `without` (-1: with all).
 static int64_t fsdpi_dt_length(const fsdpi_dt_search *f, uint64_t state, int dim, int without) {
     int64_t pieces = 1, size = f->spec->shape[dim];
     for (int i = 0; i < f->dims; i++) {
@@ -102,7 +102,8 @@ static int64_t fsdpi_dt_length(const fsdpi_dt_search *f, uint64_t state, int dim
     return fsdpi_dt_ceil(size, pieces);
 }
 
-// Bytes of the largest part, with dim `padded` (or -1) cut into pieces of equal size once more.
+// Returns the bytes of the largest part, with dim `padded` (-1: none) cut once more into equal
+// pieces.
 static int64_t fsdpi_dt_bytes(const fsdpi_dt_search *f, uint64_t state, int padded, int64_t pieces,
                               int without) {
     int64_t bytes = (int64_t)fsdp_dtype_size(f->spec->dtype), length[FSDP_MAX_DIMS];
@@ -128,7 +129,7 @@ typedef struct fsdpi_dt_cost {
     int64_t ps, wire, most;
 } fsdpi_dt_cost;
 
-// The cost if mesh dim i becomes `to`.
+// Returns the cost if mesh dim i becomes `to`.
 static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, int i, int to) {
     fsdpi_dt_cost c;
     const fsdp_links *l = &f->links;
@@ -158,8 +159,8 @@ static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, in
 /* -------------------------------------------------------------------------------------------- */
 // Dijkstra's algorithm in the caller's memory.
 
-// A move as a number: mesh dim, kind, tensor dim. Of equal routes the one with smaller numbers
-// counts.
+// Encodes a move as a number: mesh dim, kind, tensor dim. Ties between routes go to smaller
+// numbers.
 static uint16_t fsdpi_dt_code(int i, int kind, int to) {
     return (uint16_t)(i << 11 | kind << 8 | to);
 }
@@ -216,7 +217,7 @@ static int32_t fsdpi_dt_heap_pop(fsdpi_dt_search *f) {
     return top;
 }
 
-// The place of a state in the table: the one of its node, or the free place that it would get.
+// Returns a state's position in the table: that of its node, or the free one for it.
 static int32_t *fsdpi_dt_find(const fsdpi_dt_search *f, uint64_t state) {
     uint32_t at = (uint32_t)((state * 0x9E3779B97F4A7C15u) >> 32);
     for (;; at++) {
@@ -225,7 +226,7 @@ static int32_t *fsdpi_dt_find(const fsdpi_dt_search *f, uint64_t state) {
     }
 }
 
-// A way to a state: kept if it is the first one, or better.
+// Records a way to a state if it is the first, or better than the known one.
 static void fsdpi_dt_reach(fsdpi_dt_search *f, const fsdpi_dt_node *way) {
     int32_t *entry = fsdpi_dt_find(f, way->state), node = *entry - 1;
     if (node < 0) {
@@ -261,8 +262,8 @@ static void fsdpi_dt_move(fsdpi_dt_search *f, int32_t parent, int i, int to) {
 
 static int fsdpi_dt_sums(int op) { return op == FSDP_SUM || op == FSDP_AVG; }
 
-// May mesh dim i begin to hold addends? Only if it holds addends in the goal, and if they commute
-// with the addends of other mesh dims.
+// Returns 1 if mesh dim i may become partial: it must be partial in the goal, and its op must
+// commute with those of other mesh dims.
 static int fsdpi_dt_may_add(const fsdpi_dt_search *f, uint64_t state, int i) {
     for (int k = 0; k < f->dims; k++)
         if (k != i && fsdpi_dt_get(state, k) == FSDPI_DT_P &&
@@ -271,12 +272,12 @@ static int fsdpi_dt_may_add(const fsdpi_dt_search *f, uint64_t state, int i) {
     return fsdpi_dt_get(f->goal, i) == FSDPI_DT_P;
 }
 
-// All moves of mesh dim i.
+// Makes all moves of mesh dim i.
 static void fsdpi_dt_moves(fsdpi_dt_search *f, int32_t node, int i) {
     uint64_t state = f->nodes[node].state;
     int place = fsdpi_dt_get(state, i), cut = place >= FSDPI_DT_S;
     int dim = cut ? fsdpi_dt_dim_of(place) : -1;
-    if (cut && fsdpi_dt_order_of(place) + 1 < fsdpi_dt_count(f, state, dim)) return; // not the last
+    if (cut && fsdpi_dt_order_of(place) + 1 < fsdpi_dt_count(f, state, dim)) return; // not last
     if (place != FSDPI_DT_R) fsdpi_dt_move(f, node, i, FSDPI_DT_R);
     if (place == FSDPI_DT_R || (cut && f->op[i] == FSDP_SUM))
         if (fsdpi_dt_may_add(f, state, i)) fsdpi_dt_move(f, node, i, FSDPI_DT_P);
@@ -286,7 +287,7 @@ static void fsdpi_dt_moves(fsdpi_dt_search *f, int32_t node, int i) {
         if (d != dim) fsdpi_dt_move(f, node, i, fsdpi_dt_append(f, state, d));
 }
 
-// The number of states: j of the mesh dims cut, in so many orders; the others are R or P.
+// Returns the number of states: j of the mesh dims cut, in some order; the others R or P.
 static int64_t fsdpi_dt_states(int dims, int ndim) {
     int64_t sum = 0, ways = 1; // ways: to choose j mesh dims and to arrange them in ndim lists
     for (int j = 0; j <= dims; j++) {
@@ -296,15 +297,16 @@ static int64_t fsdpi_dt_states(int dims, int ndim) {
     return sum;
 }
 
-// Bytes for so many nodes, their heap and their table. *table: its number of entries.
+// Returns the bytes for `nodes` nodes, their heap and their table. Sets *table to its number of
+// entries.
 static int64_t fsdpi_dt_scratch(int64_t nodes, int64_t *table) {
     for (*table = 16; *table < 2 * nodes;) *table *= 2;
     return nodes * (int64_t)(sizeof(fsdpi_dt_node) + sizeof(int32_t)) +
            *table * (int64_t)sizeof(int32_t);
 }
 
-// Finds the moves of the cheapest way. Returns their number; -1: the memory is too small for the
-// states.
+// Finds the moves of the cheapest way. Returns their number, or -1 if the memory is too small for
+// the states.
 static int fsdpi_dt_cheapest(fsdpi_dt_search *f, void *scratch, int64_t bytes, uint16_t *moves) {
     int64_t room = fsdpi_dt_states(f->dims, f->spec->ndim), table;
     while (fsdpi_dt_scratch(room, &table) > bytes)
@@ -330,11 +332,11 @@ static int fsdpi_dt_cheapest(fsdpi_dt_search *f, void *scratch, int64_t bytes, u
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// PyTorch's greedy steps. From the inner mesh dims to the outer ones, it undoes cuts that have to
-// go, and makes changes that are possible at once. Then it makes the rest, from the outer dims to
-// the inner ones.
+// PyTorch's greedy steps. From the inner mesh dims to the outer ones, it undoes unwanted cuts and
+// makes changes that are possible at once. Then it makes the others, from the outer dims to the
+// inner ones.
 
-// Which mesh dims to the left of i cut a tensor dim.
+// Returns a mask of the mesh dims to the left of i that cut a tensor dim.
 static int fsdpi_dt_outer(uint64_t state, int i, int dim) {
     int mask = 0;
     for (int k = 0; k < i; k++) {
@@ -350,7 +352,7 @@ typedef struct fsdpi_dt_way {
     int num;
 } fsdpi_dt_way;
 
-// Mesh dim i becomes R, P or the last cut of `dim`: in two steps if there is no collective for it.
+// Changes mesh dim i to R, P or the last cut of `dim`: in two steps if no collective does so.
 static void fsdpi_dt_go(const fsdpi_dt_search *f, fsdpi_dt_way *w, int i, int goal) {
     int from = fsdpi_dt_get(w->state, i), dim = goal < FSDPI_DT_S ? -1 : fsdpi_dt_dim_of(goal);
     int same = from >= FSDPI_DT_S && dim >= 0 ? fsdpi_dt_dim_of(from) == dim : from == goal;
@@ -383,7 +385,7 @@ static int fsdpi_dt_greedy(const fsdpi_dt_search *f, uint16_t *moves) {
     return w.num;
 }
 
-// Are all cuts made from left to right?
+// Returns 1 if all cuts are made from left to right.
 static int fsdpi_dt_is_plain(const fsdpi_dt_search *f, uint64_t state) {
     for (int i = 0; i < f->dims; i++) {
         int place = fsdpi_dt_get(state, i), before = 0;
@@ -396,7 +398,7 @@ static int fsdpi_dt_is_plain(const fsdpi_dt_search *f, uint64_t state) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The whole.
+// The complete search.
 
 static int64_t fsdpi_dt_more(int64_t a, int64_t b) { // a + b, at most FSDPI_DT_MOST
     return a > FSDPI_DT_MOST - b ? FSDPI_DT_MOST : a + b;
@@ -429,7 +431,7 @@ static int64_t fsdpi_dt_write(const fsdpi_dt_search *f, const uint16_t *moves, i
     return ps;
 }
 
-// The first mesh dim that would have to get its addends on the way, and cannot; -1: there is none.
+// Returns the first mesh dim that would have to become partial on the way, and cannot; -1: none.
 static int fsdpi_dt_no_way(const fsdp_spec *from, const fsdp_spec *to) {
     for (int m = 0; m < to->mesh_ndim; m++) {
         const fsdp_placement *a = &from->place[m], *b = &to->place[m];
@@ -458,7 +460,7 @@ static fsdp_status fsdpi_dt_read_links(const char *call, const fsdp_links *given
                          call);
 }
 
-// The route between two specs on one mesh that have a way. links: already read.
+// Finds the route between two specs on one mesh. Requires a way between them. links: already read.
 static fsdp_status fsdpi_dt_route(const fsdp_spec *from, const fsdp_spec *to,
                                   const fsdp_links *links, void *scratch, int64_t bytes,
                                   fsdp_route *route, int64_t *ps) {

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-// Invariant: a spec that a function has accepted is normal: dims >= 0, orders explicit, all else 0.
+// Invariant: an accepted spec is normalized: dims >= 0, orders explicit, all other fields 0.
 // Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
 
 // With FSDP_MATH_ONLY there is no world, and a failure has no text.
@@ -19,14 +19,14 @@ static fsdp_status fsdpi_dt_fail(fsdp_status status, const char *format, ...) {
     return status;
 }
 #else
-// The world of the call under way. NULL: the call has specs only, which belong to no world.
+// The world of the current call. NULL: the call only has specs, which belong to no world.
 static __thread fsdp_world *fsdpi_dt_world;
 #define fsdpi_dt_fail(...) fsdp_fail(fsdpi_dt_world, __VA_ARGS__)
 #endif
 
 #define FSDPI_DT_MOST ((int64_t)1 << 62) // bytes of a tensor
 
-// a * b for a, b >= 0; most + 1 if that is more than `most`.
+// Returns a * b for a, b >= 0, or most + 1 if that exceeds `most`.
 static int64_t fsdpi_dt_mul(int64_t a, int64_t b, int64_t most) {
     return a && b > most / a ? most + 1 : a * b;
 }
@@ -49,7 +49,7 @@ static int fsdpi_dt_num_cuts(const fsdp_spec *s, int dim) {
     return count;
 }
 
-// The mesh dim that makes the cut number `order` of a tensor dim, or -1.
+// Returns the mesh dim that makes cut number `order` of a tensor dim, or -1.
 static int fsdpi_dt_cut_at(const fsdp_spec *s, int dim, int order) {
     for (int m = 0; m < s->mesh_ndim; m++)
         if (fsdpi_dt_cuts(&s->place[m], dim) && s->place[m].order == order) return m;
@@ -89,8 +89,8 @@ static fsdp_status fsdpi_dt_check_sizes(const char *call, int mesh_ndim, const i
     return FSDP_OK;
 }
 
-// Checks the placement of mesh dim m, and writes it into out with its dim >= 0 and without fields
-// that its kind does not use.
+// Checks the placement of mesh dim m, and writes it to out with dim >= 0 and without fields that
+// its kind does not use.
 static fsdp_status fsdpi_dt_check_place(const char *call, fsdp_spec *out, int m,
                                         const fsdp_placement *p) {
     fsdp_placement *to = &out->place[m];
@@ -120,12 +120,12 @@ static fsdp_status fsdpi_dt_check_place(const char *call, fsdp_spec *out, int m,
     return FSDP_OK;
 }
 
-// Addends of two ops may wait side by side only if the result does not depend on which goes first.
+// Returns 1 if partial values of two ops commute: a spec may have both only in that case.
 static int fsdpi_dt_ops_commute(int a, int b) {
     return a == b || (a == FSDP_SUM && b == FSDP_AVG) || (a == FSDP_AVG && b == FSDP_SUM);
 }
 
-// The mesh dim, other than `except`, whose addends do not commute with those of op; -1: none.
+// Returns the mesh dim, other than `except`, whose partial values do not commute with op; -1: none.
 static int fsdpi_dt_other_op(const fsdp_spec *s, int op, int except) {
     for (int m = 0; m < s->mesh_ndim; m++)
         if (m != except && s->place[m].kind == FSDP_PARTIAL &&
@@ -134,7 +134,7 @@ static int fsdpi_dt_other_op(const fsdp_spec *s, int op, int except) {
     return -1;
 }
 
-// The orders of one tensor dim have to be a permutation; all 0 means from left to right.
+// Checks that the orders of one tensor dim are a permutation; all 0 means from left to right.
 static fsdp_status fsdpi_dt_check_orders(const char *call, fsdp_spec *s, int dim) {
     int count = fsdpi_dt_num_cuts(s, dim), given = 0, next = 0;
     for (int m = 0; m < s->mesh_ndim; m++)
@@ -190,7 +190,7 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
                                      const fsdp_placement *place, fsdp_dtype dtype, int ndim,
                                      const int64_t *local_shape) {
     fsdp_spec s;
-    memset(&s, 0, sizeof s); // the compiler does not see that it is set
+    memset(&s, 0, sizeof s); // for compilers that do not see that it is set
     fsdp_status status = fsdpi_dt_fill("spec_infer", out ? &s : NULL, mesh_ndim, mesh_shape, place,
                                        dtype, ndim, local_shape);
     if (status) return status;
@@ -203,7 +203,8 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
                          s.shape);
 }
 
-// Is this spec as fsdp_spec_init fills it? A caller may have changed it, or never called that.
+// Checks that a spec is as fsdp_spec_init fills it. A caller may have changed it, or set it by
+// hand.
 static fsdp_status fsdpi_dt_known(const char *call, const fsdp_spec *spec) {
     fsdp_spec s;
     if (!spec)
@@ -249,8 +250,8 @@ FSDP_API fsdp_status fsdp_spec_local(const fsdp_spec *spec, const int32_t *coord
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Strided placements: a mesh dim that cuts after one to its right is written as a _StridedShard,
-// whose factor is the number of pieces that are there already.
+// Strided placements: a mesh dim that cuts after one to its right is written as a _StridedShard.
+// Its factor is the number of pieces that existed before its cut.
 
 FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor) {
     fsdp_status status = fsdpi_dt_known("spec_to_strided", spec);
@@ -268,8 +269,8 @@ FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor
     return FSDP_OK;
 }
 
-// From right to left, each mesh dim gets the first order at which there are `factor` pieces
-// already; later cuts move on by one. The dims to the right of m already have theirs.
+// Inserts mesh dim m at the first order at which there are `factor` pieces already; later cuts move
+// on by one. Call it from right to left: the dims to the right of m must have their orders.
 static int fsdpi_dt_insert(fsdp_spec *s, int m, int64_t factor) {
     int dim = s->place[m].dim, at = 0, right;
     int64_t pieces = 1;

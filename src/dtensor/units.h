@@ -12,15 +12,15 @@
 
 #include <string.h>
 
-/* Owns: the way from parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit is
-   one of this rank's parts; FSDP shards those, so that the order of cuts is (tp, dp). A replicated
-   unit has the ranks of tp among its replicas, so that the core sums its gradients over them, and
+/* From parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit consists of
+   this rank's parts. FSDP shards those, so that the order of cuts is (tp, dp). A replicated unit
+   has the ranks of tp among its replicas, so that the core sums its gradients over them, and
    norms count it once. */
 
 static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->shape[dm->tp]; }
 static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->coord[dm->tp]; }
 
-// The rows that this rank of tp has of `size` rows. fully_shard refuses a negative number later.
+// Returns this tp rank's share of `size` rows. fully_shard refuses a negative number later.
 static fsdp_range fsdpi_dt_tp_rows(const fsdp_dmesh *dm, int64_t size) {
     fsdp_range mine = {0, size, 0};
     (void)fsdp_shard_range(size, fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
@@ -33,7 +33,7 @@ static const fsdpi_dt_unit *fsdpi_dt_find_unit(const fsdp_dmesh *dm, const fsdp_
     return u;
 }
 
-// The mesh info of a unit: the ranks that shard and replicate it.
+// Computes the mesh info of a unit: the ranks that shard and replicate it.
 static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mesh_info *info) {
     const fsdp_mesh *mesh = dm->mesh;
     int shard = dm->shard, replicate = dm->replicate;
@@ -49,7 +49,7 @@ static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mes
     return fsdp_mesh_info_init(mesh, kind, shard, replicate, info);
 }
 
-// Ranks along a dim with such a name have other data: units have to shard or replicate over it.
+// Fails if the mesh has a data-parallel dim that units neither shard nor replicate over.
 static fsdp_status fsdpi_dt_check_data_dims(const fsdp_dmesh *dm, const char *name) {
     static const char *const names[3] = {"dp", "dp_shard", "dp_replicate"};
     for (int i = 0; i < 3; i++) {
@@ -66,7 +66,7 @@ static fsdp_status fsdpi_dt_check_data_dims(const fsdp_dmesh *dm, const char *na
     return FSDP_OK;
 }
 
-// Do the dims of dm's mesh say which ranks shard and replicate a unit, and which ranks cut it?
+// Checks that the dims of dm's mesh define which ranks shard, replicate and cut a unit.
 static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, int is_cut,
                                        int partial) {
     fsdp_mesh_info info = FSDP_ZERO;
@@ -88,7 +88,7 @@ static fsdp_status fsdpi_dt_check_dims(const fsdp_dmesh *dm, const char *name, i
                      dm->replicate);
 }
 
-// Is every parameter cut, or every one replicated? *is_cut is the answer.
+// Sets *is_cut to 1 if every parameter is cut, to 0 if every one is replicated. Otherwise fails.
 static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
                                      int *is_cut) {
     const fsdp_unit_desc *u = &d->unit;
@@ -126,7 +126,7 @@ static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_de
     return fsdpi_dt_check_dims(dm, name, *is_cut, d->partial_grads);
 }
 
-// Replaces each parameter by this rank's part of it. u keeps the whole shapes.
+// Replaces each parameter by this rank's part of it. u keeps the dims and the whole lengths.
 static void fsdpi_dt_cut_params(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
                                 fsdp_param_desc *params, fsdpi_dt_unit *u) {
     for (int i = 0; i < d->unit.num_params; i++) {
@@ -150,7 +150,7 @@ static fsdp_status fsdpi_dt_unit_new(fsdp_dmesh *dm, int num_params, fsdpi_dt_un
                                    (void **)&u->sizes);
 }
 
-// If gradients are addends over tp, it makes their reduction a sum instead of a mean.
+// Makes the reduction a sum instead of a mean if gradients are partial over tp.
 static fsdp_status fsdpi_dt_set_factor(const fsdp_dmesh *dm, fsdp_unit *unit, int partial) {
     int ranks = (dm->shard < 0 ? 1 : dm->shape[dm->shard]) *
                 (dm->replicate < 0 ? 1 : dm->shape[dm->replicate]);
@@ -214,7 +214,8 @@ FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *l
     return FSDP_OK;
 }
 
-// The part of tp rank k of a parameter, tight, and its place in the whole. copy: one block.
+// Returns the elements in tp rank k's part of a parameter. Sets *block to its position in the
+// whole.
 static int64_t fsdpi_dt_tp_part(const fsdp_dmesh *dm, const fsdp_param_view *whole, int dim, int k,
                                 fsdp_block *block) {
     fsdpi_dt_copy copy = {block, 0, 0};
@@ -222,7 +223,7 @@ static int64_t fsdpi_dt_tp_part(const fsdp_dmesh *dm, const fsdp_param_view *who
     return copy.count;
 }
 
-// Rows between a whole tensor and a tight part of it.
+// Copies rows between a whole tensor and a contiguous part of it.
 static void fsdpi_dt_move_part(char *to, const char *from, const fsdp_block *b, int back,
                                int64_t size) {
     for (int64_t i = 0; i < b->height; i++) {
@@ -231,7 +232,7 @@ static void fsdpi_dt_move_part(char *to, const char *from, const fsdp_block *b, 
     }
 }
 
-// The parameter as a view with the shape of the whole, and the dim that tp cuts; *dim -1: none.
+// Sets *view to the parameter with its whole shape, and *dim to the dim that tp cuts; -1: none.
 static fsdp_status fsdpi_dt_tp_param(fsdp_dmesh *dm, fsdp_unit *unit, int index, const char *call,
                                      fsdp_param_view *view, int *dim) {
     fsdp_param_view local;
@@ -280,7 +281,7 @@ FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int ind
                         "tp_param_full: no memory for two parts", (void **)&parts);
     if (status) return status;
     status = grad ? fsdp_param_full_grad(unit, index, parts) : fsdp_param_full(unit, index, parts);
-    for (int k = 0; k < fsdpi_dt_tp_size(dm) && !status; k++) { // each rank's part in turn
+    for (int k = 0; k < fsdpi_dt_tp_size(dm) && !status; k++) { // the part of each rank in turn
         char *part = k == fsdpi_dt_tp_rank(dm) ? parts : parts + largest;
         int64_t bytes = fsdpi_dt_tp_part(dm, &v, dim, k, &block) * size;
         if (bytes) status = fsdp_broadcast(dm->world, dm->dim_mesh[dm->tp], part, bytes, k);

@@ -11,65 +11,65 @@
 
 #include <string.h>
 
-// Owns: owners and flights. Invariants: they follow from the model and the desc alone, so that all
-// ranks have the same; they fit the optimizer's table `laid`. A part has the rows of one rank of
-// all matrices of one owner, each with room for the largest shard, so that places in a part are the
-// same for all ranks.
+// Owners of matrices, and buckets of matrices that share one collective (`flight` in names).
+// Invariants: they depend only on the model and the desc, so that all ranks have equal ones; they
+// fit the optimizer's table `laid`. A part contains one rank's rows of all matrices of one owner,
+// each in space for the largest shard, so that offsets in a part are equal on all ranks.
 
 typedef struct fsdpi_muon_matrix {
-    int32_t param, ordinal;      // in the optimizer's table; in the model
+    int32_t param, ordinal;      // index in the optimizer's table; ordinal in the model
     int32_t mesh;                // ordinal of the first parameter with the same groups of ranks
     int32_t owner;               // replica * shards + rank in the shard group; -1: not yet chosen
-    fsdp_mesh_info info;         // of its unit
-    int64_t rows, columns, side; // of the matrix; side: the smaller of both
-    int64_t outer, dim, inner;   // it is cut along dim
-    int64_t chunk, at;           // elements of the largest shard; place in a part
+    fsdp_mesh_info info;         // mesh of its unit
+    int64_t rows, columns, side; // sizes; side: the smaller of the two
+    int64_t outer, dim, inner;   // sizes around and along dim, which is cut
+    int64_t chunk, at;           // elements of the largest shard; offset in a part
 } fsdpi_muon_matrix;
 
 typedef struct fsdpi_muon_flight {
-    int32_t first, num;                    // of matrices
-    int32_t shards, replicas, replica, me; // replicas: that exchange results; me: as an owner
-    int is_used;                           // 1: in this step a matrix has a gradient
+    int32_t first, num;                    // first matrix, and number of matrices
+    int32_t shards, replicas, replica, me; // replicas: exchange results; me: index among owners
+    int is_used;                           // 1: a matrix has a gradient in this step
     int64_t part;                          // elements
-    fsdp_comm *comm, *replicas_comm;       // NULL: of one rank
-    fsdp_seg all; // of the gather over the replicas: a list has to outlive its record
+    fsdp_comm *comm, *replicas_comm;       // NULL: one rank
+    fsdp_seg all; // for the gather over replicas: a list must outlive its op
 } fsdpi_muon_flight;
 
-// Buffers: room for products, then those of flights. WHOLE and the one behind it take turns. If
-// nothing travels, all behind U are U.
+// Buffers: memory for products, then that of buckets. WHOLE and the buffer after it alternate. If
+// nothing is sent, all after U are U.
 enum { FSDPI_MUON_ROOM, FSDPI_MUON_U, FSDPI_MUON_X, FSDPI_MUON_WHOLE, FSDPI_MUON_BUFS = 5 };
 
 struct fsdp_muon {
     fsdpi_optim base;
     fsdp_muon_desc desc;
-    fsdp_dtype dtype; // of products
+    fsdp_dtype dtype; // dtype of products
     int laid, label, num, num_flights;
-    int travels; // 1: matrices have several ranks
-    double lr;   // of this step
+    int travels; // 1: a matrix is on several ranks
+    double lr;   // learning rate of this step
     fsdpi_muon_matrix *matrices;
     fsdpi_muon_flight *flights;
     fsdp_block *blocks; // [ranks of the world]
     int64_t *loads;     // [2][ranks of the world]
     fsdp_buf *bufs[FSDPI_MUON_BUFS];
     int64_t most, square;         // elements of the largest matrix, and of its square
-    char *room, *x, *y, *s, *t;   // a norm, matrices x and y, squares s and t
-    const fsdpi_muon_matrix *now; // that is computed
+    char *room, *x, *y, *s, *t;   // a norm; matrices x and y; squares s and t
+    const fsdpi_muon_matrix *now; // the matrix being computed
 };
 
-// What desc.take says of a parameter.
+// Returns the result of desc.take for a parameter, or the default.
 static int fsdpi_muon_taken(const fsdp_muon_desc *d, const fsdp_param_view *v) {
     if (d->take) return d->take(d->user, v);
     return v->ndim == 2 || (d->flatten && v->ndim > 2);
 }
 
-// The group of a parameter; negative: AdamW's.
+// Returns the group of a parameter; negative: AdamW updates it.
 static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
     const fsdp_muon_desc *d = (const fsdp_muon_desc *)user;
     if (!fsdpi_muon_taken(d, v)) return -1;
     return d->group ? d->group(d->user, v) : 0;
 }
 
-// Can Muon have a matrix that desc.take chooses?
+// Fails if Muon cannot update a matrix that desc.take chooses.
 static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const fsdp_param_view *v,
                                     const fsdp_mesh_info *info, int taken) {
     const char *expected = NULL;
@@ -94,7 +94,7 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
                      taken ? ": let desc.take return 0 for it, and AdamW may have it" : "");
 }
 
-// Lists the trainable matrices, those of the same groups together, in the order of backward.
+// Lists the trainable matrices in backward order, those with the same groups of ranks together.
 static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
     o->num = 0, o->most = o->square = 0;
@@ -132,12 +132,13 @@ static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
     return FSDP_OK;
 }
 
-// The time of its products, in proportion.
+// Returns a number proportional to the time of its products.
 static int64_t fsdpi_muon_cost(const fsdpi_muon_matrix *m) {
     return m->rows * m->columns * m->side;
 }
 
-// Owners of matrices first .. end-1: longest processing time first; ties: the first in the model.
+// Assigns matrices first .. end-1 to owners, longest processing time first. Ties go to the first in
+// the model.
 static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
     memset(o->loads, 0, (size_t)owners * sizeof *o->loads);
     for (int left = end - first; left > 0; left--) {
@@ -154,7 +155,7 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
     }
 }
 
-// Cuts matrices first .. end-1, which have the groups of `like`, into flights.
+// Cuts matrices first .. end-1, whose groups of ranks are those of `like`, into buckets.
 static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
                            const fsdpi_muon_flight *like) {
     const int64_t limit = o->desc.flight_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
@@ -178,7 +179,7 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
     }
 }
 
-// Owners and flights of the present layout. Makes groups for the stream EXTENSION.
+// Chooses owners and buckets for the current layout. Makes communicators for stream EXTENSION.
 static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
     const int stream = FSDP_STREAM_EXTENSION;
     fsdp_status status = fsdpi_muon_list(o, what);
@@ -191,9 +192,9 @@ static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
         like.shards = i->shard_mesh_size, like.replicas = 1;
         if (like.shards > 1)
             status = fsdp_mesh_comm(i->mesh, i->shard_mesh_dim, stream, &like.comm);
-        // Replicas compute a part each if that sends no more. If each computes all, it sends
-        // 2 (W-1)/W of its rows. With R replicas it is 1/R of that, and (R-1)/R by the gather: as
-        // much if W is 2, and less if W is more.
+        // Replicas compute a part each if that sends no more than if each computes all. In that
+        // case a rank sends 2 (W-1)/W of its rows. With R replicas it sends 1/R of that, and
+        // (R-1)/R in the gather: as much if W is 2, and less if W is larger.
         if (!status && i->replicate_mesh_size > 1 && o->desc.replicas != FSDP_MUON_ALL_EACH &&
             (like.shards > 1 || o->desc.replicas == FSDP_MUON_A_PART_EACH)) {
             like.replicas = i->replicate_mesh_size, like.replica = i->replicate_mesh_rank;

@@ -12,12 +12,12 @@
 
 #include <string.h>
 
-// Owns: the settings of the two optimizers, and the scalars of their updates.
+// The settings of AdamW and SGD, and the scalars of their updates.
 
 struct fsdp_adamw {
     fsdpi_optim base;
     fsdp_adamw_hyper hyper;
-    fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for the update scalars_step[group]
+    fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for update number scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 };
 
@@ -26,7 +26,7 @@ struct fsdp_sgd {
     fsdp_sgd_hyper hyper;
 };
 
-// AdamW. The scalars of a group are computed anew if its t or the step's lr has changed.
+// AdamW. A group's scalars are computed again if its t or the step's lr has changed.
 static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
                              fsdp_update *u) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
@@ -84,7 +84,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
         {"desc.eps", d.eps, 0, FSDPI_OPTIM_FINITE},
         {"desc.weight_decay", d.weight_decay, 0, FSDPI_OPTIM_FINITE}};
     if (!status) status = fsdpi_optim_ranges(w, name, ranges, 4);
-    if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
+    if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would give 0 / 0
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E938] %s: desc.beta2 and desc.eps are both 0: give one of them", name);
     if (!status)

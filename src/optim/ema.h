@@ -13,22 +13,22 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the average, which is the one state of an optimizer. Its step is 0 if it is not the average
-// of these weights yet, else 1 + the calls of update. Invariants: while it is swapped, the shards
-// are lent, so that nobody else writes or moves them. Between calls no step is 0, but of a
-// parameter that is held: an average begins in the commit after a thaw, and at the end of a load
-// that has none for it.
+// An average is the only state of this optimizer. A parameter's step is 0 if its average does not
+// follow its weights yet, else 1 + the calls of fsdp_ema_update. Invariants: while the average is
+// swapped in, fsdp_lock_params keeps code from writing or moving the shards. Between calls, only
+// held parameters have step 0: their averages begin in the commit after a thaw. An average that a
+// load does not bring begins at the end of the load.
 
 struct fsdp_ema {
     fsdpi_optim base;
     fsdp_ema_desc desc;
-    int64_t calls; // of fsdp_ema_update
+    int64_t calls; // calls of fsdp_ema_update
     int swapped;
-    int warned;                              // 1: it has warned of E9032
-    char item[48], step_item[48], label[48]; // names of its items; of itself, for texts
-    char why[160];                           // of the lend while it is swapped
-    int act;                                 // of the updates that are listed: FSDP_EMA_*
-    double weight;                           // of these
+    int warned;                              // 1: E9032 has been logged
+    char item[48], step_item[48], label[48]; // names of its items; its own name in texts
+    char why[160];                           // reason for the lock while swapped
+    int act;                                 // FSDP_EMA_* of the listed updates
+    double weight;                           // weight of the listed updates
 };
 
 static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
@@ -41,7 +41,7 @@ static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double l
         u->second = fsdpi_optim_bits(o, run->first);
 }
 
-// Emits the updates of all parameters that have an average; COPY is for those that have none.
+// Emits the updates of all parameters that have an average. COPY is for those that have none.
 static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double weight) {
     fsdpi_optim *o = &e->base;
     fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
@@ -60,11 +60,11 @@ static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double
     return status ? status : fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
 }
 
-// Tables and states fit the model's present layout, and averages begin that are none yet. While it
-// is swapped none begins: parameters without one are not in its place.
+// Makes tables and states for the model's layout, and begins missing averages by a copy. While the
+// average is swapped in none begins, since the shards hold averages.
 static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
     fsdpi_optim *o = &e->base;
-    fsdp_status status = fsdp_params_writable(o->model); // a reduction may still write them
+    fsdp_status status = fsdp_params_writable(o->model); // reductions may write them
     if (!status) status = fsdpi_optim_apply_layout(o, what);
     if (status || e->swapped) return status;
     status = fsdpi_ema_emit(e, what, FSDP_EMA_COPY, 1);
@@ -81,14 +81,15 @@ static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
                      what, e->label);
 }
 
-// An average reads the weights: not while the model has something else, as another average.
+// Fails if the shards are locked: they may hold something else than weights, such as another
+// average.
 static fsdp_status fsdpi_ema_reads(fsdp_model *m, const char *what) {
     const char *why = fsdp_lent(m);
     if (!why) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_STATE, "[E9034] %s: %s", what, why);
 }
 
-// A load has replaced parameters: averages begin that it has not brought.
+// Begins the averages that a load of parameters has not brought.
 static fsdp_status fsdpi_ema_replaced(fsdp_ema *e) {
     fsdpi_optim *o = &e->base;
     int kept = 0, begun = 0;
@@ -123,7 +124,7 @@ static fsdp_status fsdpi_ema_values(void *user, fsdp_model *model, int event, in
     return FSDP_OK;
 }
 
-// The items of a checkpoint.
+// Describes item `index` for a checkpoint.
 static fsdp_status fsdpi_ema_item(void *user, fsdp_model *model, int index, fsdp_state_item *item) {
     fsdp_ema *e = (fsdp_ema *)user;
     fsdpi_optim *o = &e->base;
@@ -132,12 +133,12 @@ static fsdp_status fsdpi_ema_item(void *user, fsdp_model *model, int index, fsdp
     if (begins && index == 0 && !status) {
         status = fsdpi_ema_begin(e, "state of ema");
         for (int i = 0; i < o->num_params && !status; i++) o->params[i].step = 1 + e->calls;
-        if (!status && o->place == FSDP_MEMORY_PINNED) // the host reads it there
+        if (!status && o->place == FSDP_MEMORY_PINNED) // the host reads it in place
             status = fsdp_wait_stream(model, FSDP_STREAM_COMPUTE);
     }
     if (!status) status = fsdpi_optim_item(o, model, index, item);
-    // What a load has written is the same number for all. It is in no file of a parameter without
-    // elements, which keeps the number of before.
+    // A load writes an equal number of calls for all parameters. One without elements is in no
+    // file, and keeps its earlier number.
     const int64_t before = 1 + e->calls;
     for (int i = 0; i < o->num_params && !item && !status; i++)
         if (o->params[i].step && o->params[i].step != before) e->calls = o->params[i].step - 1;
@@ -152,7 +153,7 @@ FSDP_API fsdp_ema_desc fsdp_ema_defaults(void) {
     return d;
 }
 
-// Sets the names of an average and of its items. Those of one without a name are `ema`, `ema_step`.
+// Sets the names of an average and of its items. Without a name the items are `ema` and `ema_step`.
 static fsdp_status fsdpi_ema_names(fsdp_ema *e, fsdp_world *w, const char *what) {
     static const char letters[] =
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-";
@@ -174,7 +175,7 @@ static fsdp_status fsdpi_ema_names(fsdp_ema *e, fsdp_world *w, const char *what)
     return FSDP_OK;
 }
 
-// 0 <= decay <= 1
+// Fails unless 0 <= decay <= 1.
 static fsdp_status fsdpi_ema_check(fsdp_world *w, const char *what, const char *field,
                                    double decay) {
     if (!fsdpi_optim_bad(decay, HUGE_VAL) && decay <= 1) return FSDP_OK;
@@ -273,7 +274,7 @@ FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema) {
 FSDP_API void fsdp_ema_destroy(fsdp_ema *ema) {
     if (!ema) return;
     fsdp_model *m = ema->base.model;
-    if (ema->swapped && fsdp_ema_swap(ema)) { // between calls of a step, or the world has failed
+    if (ema->swapped && fsdp_ema_swap(ema)) { // swapping fails within a step, or in a failed world
         (void)fsdp_lock_params(m, NULL);
         fsdp_warn(fsdp_model_world(m), "[E233] ema_destroy: the weights could not be swapped back, "
                                        "and are lost: the model has their average");

@@ -18,35 +18,35 @@
 #define FSDPI_OPTIM_NOINLINE
 #endif
 
-// Owns: the loops over elements. Invariants: the same inputs give the same bits with any compiler
-// flags. Pragmas make arithmetic precise. But clang -Ofast fuses a product with a sum in spite of
-// its pragma: so one loop stores the products of a block, and another one adds them. Blocks stay in
-// the first-level cache. Source: torch.optim, single-tensor functions.
+// The loops over elements. Invariant: equal inputs give equal bits with any compiler flags. Pragmas
+// make arithmetic precise, but clang -Ofast fuses a product with a sum in spite of its pragma: so
+// one loop stores the products of a block, and another one adds them. Blocks stay in the
+// first-level cache. Source: torch.optim, single-tensor functions.
 
 #define FSDPI_OPTIM_BLOCK 512 // elements
 
-// The source of the random bits of a stochastic rounding: see fsdp_update.
+// The source of random bits for stochastic rounding; see fsdp_update.
 typedef struct fsdpi_rounding {
     uint64_t key;
     int64_t at, row, pitch;
 } fsdpi_rounding;
 
-// The end of murmur3, a hash: each bit of h changes half of the bits.
+// Returns the final mix of murmur3, a hash: each bit of h changes half of the bits.
 static inline uint32_t fsdpi_stir(uint32_t h) {
     h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
     h = (h ^ (h >> 13)) * 0xC2B2AE35u;
     return h ^ (h >> 16);
 }
 
-// 16 random bits of an element, by products of 32 bits, which processors have for vectors.
+// Returns 16 random bits for an element. Uses 32-bit products, which vector units have.
 static inline uint32_t fsdpi_chance(uint64_t key, uint64_t index) {
     uint32_t high = (uint32_t)(index >> 32) * 0x9E3779B9u + (uint32_t)(key >> 32);
     return fsdpi_stir(fsdpi_stir((uint32_t)index + (uint32_t)key) ^ high) >> 16;
 }
 
-/* p has x rounded to nearest. If x lies between two bf16, random bits are added to the 16 bits that
-   are cut off; if they carry, p becomes the bf16 further from zero. Beyond the largest bf16 p
-   stays: there are no two neighbours. */
+/* Rounds x stochastically. On entry p holds x rounded to nearest. If x lies between two bf16,
+   random bits are added to the 16 bits that are cut off; a carry gives the bf16 further from
+   zero. Beyond the largest bf16 p is unchanged, since x has no two neighbours there. */
 static FSDPI_OPTIM_NOINLINE void fsdpi_round_row(uint16_t *FSDPI_OPTIM_RESTRICT p,
                                                  const float *FSDPI_OPTIM_RESTRICT x, size_t count,
                                                  uint64_t key, uint64_t index) {
@@ -58,7 +58,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_round_row(uint16_t *FSDPI_OPTIM_RESTRICT 
     }
 }
 
-// Stores f32 results of 16-bit parameters; the first is element i of a run.
+// Stores f32 results as 16-bit parameters. The first one is element i of a run.
 static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t count,
                               const fsdpi_rounding *r, int64_t i) {
     (void)fsdp_convert(p, dtype, x, FSDP_F32, (int64_t)count);
@@ -71,7 +71,7 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
     }
 }
 
-/* One body for both types of the arithmetic: in it, fsdpi_real is double if wide, else float. */
+/* Compiles one body for both arithmetic types: fsdpi_real is double if wide, otherwise float. */
 #define FSDPI_IN_REAL(wide, ...)                                                                   \
     do {                                                                                           \
         if (wide) {                                                                                \
@@ -83,8 +83,8 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
         }                                                                                          \
     } while (0)
 
-/* out = sqrt(x), correctly rounded, by instructions. Compilers do not vectorise the C library's
-   functions because of errno, and clang -Ofast makes estimates of them in spite of its pragmas. */
+/* Computes out = sqrt(x), correctly rounded, by instructions. Compilers do not vectorise the C
+   library's functions because of errno, and clang -Ofast estimates them in spite of its pragmas. */
 #if defined(__GNUC__) && defined(__SSE2__)
 #ifdef __AVX__
 #define FSDPI_VEX "v"
@@ -93,7 +93,7 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
 #endif
 typedef float fsdpi_f32x4 __attribute__((vector_size(16)));
 
-static inline void fsdpi_sqrt_16(int wide, char *out, const char *x, size_t nbytes) { // at most 16
+static inline void fsdpi_sqrt_16(int wide, char *out, const char *x, size_t nbytes) { // <= 16 bytes
     fsdpi_f32x4 v = {0, 0, 0, 0};
     memcpy(&v, x, nbytes);
     if (wide) __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
@@ -116,7 +116,7 @@ static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
 }
 #endif
 
-// y += x
+// Computes y += x.
 static void fsdpi_add(int wide, void *y, const void *x, size_t count) {
     FSDPI_IN_REAL(wide, {
         fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
@@ -125,7 +125,7 @@ static void fsdpi_add(int wide, void *y, const void *x, size_t count) {
     });
 }
 
-// y = a * x
+// Computes y = a * x.
 static void fsdpi_scale(int wide, void *y, double a, const void *x, size_t count) {
     FSDPI_IN_REAL(wide, {
         fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
@@ -134,7 +134,7 @@ static void fsdpi_scale(int wide, void *y, double a, const void *x, size_t count
     });
 }
 
-// Numbers that depend only on the settings and t.
+// Numbers that depend only on the settings and on t.
 typedef struct fsdpi_adamw_scalars {
     double decay;       // 1 - lr*weight_decay
     double lerp;        // 1 - beta1
@@ -143,7 +143,7 @@ typedef struct fsdpi_adamw_scalars {
     double rate;        // -lr/(1 - beta1^t)
 } fsdpi_adamw_scalars;
 
-// Calls pow by a pointer that compilers do not see through: -Ofast would give other numbers.
+// Calls pow through a pointer that hides it from compilers: -Ofast would give other numbers.
 static double fsdpi_pow(double x, int64_t y) {
     double (*volatile function)(double, double) = pow;
     return function(x, (double)y);
@@ -151,7 +151,7 @@ static double fsdpi_pow(double x, int64_t y) {
 
 static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
     fsdpi_adamw_scalars k;
-    volatile double decay = h->lr * h->weight_decay; // rounded before it is subtracted: not fused
+    volatile double decay = h->lr * h->weight_decay; // rounded first: not fused
     double bias1 = 1 - fsdpi_pow(h->beta1, h->step), bias2 = 1 - fsdpi_pow(h->beta2, h->step);
     k.decay = 1 - decay;
     k.lerp = 1 - h->beta1;
@@ -199,7 +199,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_adamw_block(int wide, void *params, const
     });
 }
 
-// A block of gradients in the type of the arithmetic, f64 if wide: in place, or converted to tmp.
+// Returns a block of gradients in the arithmetic type, f64 if wide: in place, or converted to tmp.
 static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_dtype dtype,
                                      size_t count) {
     if (wide) return fsdp_cast_if_needed(tmp, FSDP_F64, g, dtype, (int64_t)count);
@@ -284,7 +284,8 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
     }
 }
 
-// b += (g - b) * s[0]; u = g + (b - g) * s[1], or b. Products are stored before they are added.
+// Computes b += (g - b) * s[0], and u = g + (b - g) * s[1] or u = b. Stores products before adding
+// them.
 static FSDPI_OPTIM_NOINLINE void fsdpi_momentum_block(float *u, const float *g, float *b,
                                                       size_t count, const double *s) {
     float products[FSDPI_OPTIM_BLOCK], weight = (float)s[0], momentum = (float)s[1];
@@ -296,7 +297,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_momentum_block(float *u, const float *g, 
     else memcpy(u, b, count * sizeof *u);
 }
 
-// p = p * s[0] - s[1] * x
+// Computes p = p * s[0] - s[1] * x.
 static FSDPI_OPTIM_NOINLINE void fsdpi_muon_block(float *p, const float *x, size_t count,
                                                   const double *s) {
     float products[FSDPI_OPTIM_BLOCK], decay = (float)s[0], rate = (float)s[1];
@@ -305,7 +306,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_muon_block(float *p, const float *x, size
     for (size_t i = 0; i < count; i++) p[i] = p[i] - products[i];
 }
 
-// Both kinds of updates of Muon, in f32.
+// Runs both kinds of Muon's updates in f32.
 static void fsdpi_muon(const fsdp_update *u, const fsdpi_rounding *r) {
     size_t size = fsdp_dtype_size(u->dtype);
     double g64[FSDPI_OPTIM_BLOCK];
@@ -364,11 +365,11 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 }
 
 #ifndef FSDP_MATH_ONLY
-// The scalars of FSDP_UPDATE_MUON: 1 - lr*weight_decay, and lr*factor*sqrt(max(ratio, least)).
+// Sets the scalars of FSDP_UPDATE_MUON: 1 - lr*weight_decay, lr*factor*sqrt(max(ratio, least)).
 static inline void fsdpi_muon_prepare(double *scalars, double lr, const fsdp_optim_group *group,
                                       double rows, double columns, double least, double factor) {
     double rate = lr * group->lr_scale, ratio = rows / columns;
-    volatile double decay = rate * group->weight_decay; // as that of AdamW
+    volatile double decay = rate * group->weight_decay; // as in AdamW
     if (ratio < least) ratio = least;
     fsdpi_sqrt(1, &ratio, &ratio, 1);
     ratio = ratio * factor;
@@ -376,7 +377,7 @@ static inline void fsdpi_muon_prepare(double *scalars, double lr, const fsdp_opt
     scalars[1] = rate * ratio;
 }
 
-// Is a number infinite or NaN? The bits of its exponent say so, with -Ofast, too.
+// Returns 1 if x is infinite or NaN. Tests the exponent bits, which is correct with -Ofast.
 static inline uint32_t fsdpi_is_bad_f32(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
@@ -388,7 +389,7 @@ static inline uint32_t fsdpi_is_bad_f64(double x) {
     return (u & 0x7FF0000000000000u) == 0x7FF0000000000000u;
 }
 
-// x *= factor; non-zero if one of them was not finite
+// Computes x *= factor. Returns nonzero if an element was not finite.
 static FSDPI_OPTIM_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t count,
                                                          float factor) {
     uint32_t bad = 0;
@@ -414,8 +415,8 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
     }
     return bad;
 }
-// average = lerp(average, weights, gain), from its nearer end, product and sum rounded at once, as
-// torch.lerp. fma is not an operator, so that no flag makes something else of it.
+// Computes average = lerp(average, weights, gain) from the nearer end, product and sum rounded at
+// once, as torch.lerp. fma is a function, so that no flag can replace it.
 static FSDPI_OPTIM_NOINLINE void fsdpi_ema_block(int wide, void *average, const void *weights,
                                                  size_t count, double gain) {
     FSDPI_IN_REAL(wide, {
@@ -432,7 +433,7 @@ static FSDPI_OPTIM_NOINLINE void fsdpi_ema_block(int wide, void *average, const 
     });
 }
 
-// A block of p and its average change places; of 16-bit parameters the average stays.
+// Swaps a block of p and its average. For 16-bit parameters the average does not change.
 static void fsdpi_ema_swap_block(fsdp_dtype dtype, void *p, void *average, void *bits, size_t count,
                                  int back) {
     char kept[FSDPI_OPTIM_BLOCK * sizeof(double)];
@@ -445,7 +446,7 @@ static void fsdpi_ema_swap_block(fsdp_dtype dtype, void *p, void *average, void 
     if (!bits) memcpy(average, kept, nbytes);
 }
 
-// Does what `act` says, FSDP_EMA_*. bits: of 16-bit parameters; of others it is not looked at.
+// Runs action `act`, FSDP_EMA_*. bits: saved 16-bit parameters; unused for other dtypes.
 static void fsdpi_ema(fsdp_dtype dtype, void *p, void *average, void *bits, int64_t count,
                       double gain, int act) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);

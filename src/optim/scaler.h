@@ -15,19 +15,19 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the scale, and its state within a step. Invariants: the state is the same on all ranks; the
-// scale and its reciprocal are normal numbers of f32.
+// The scale, and its state within a step. Invariants: all ranks have equal states; the scale and
+// its reciprocal are normal f32 numbers.
 
 struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_extension extension;
     fsdp_grad_scaler_state state;
-    double saved[5];      // the state as a checkpoint writes it, in the order of its fields
-    int lent;             // 1: a checkpoint has the address of `saved`, and may write there
-    int memory;           // updates run on FSDP_MEMORY_HOST or _DEVICE
+    double saved[5];      // the state in the order of its fields, for a checkpoint
+    int lent;             // 1: a checkpoint has the address of `saved`, and may write to it
+    int memory;           // FSDP_MEMORY_HOST or _DEVICE, where updates run
     int found;            // -1: no unscale in this step
-    fsdp_update *updates; // of an unscale: at most one for each parameter
-    int32_t *verdict;     // in device memory: the `found` of its updates, 0 between steps; or NULL
+    fsdp_update *updates; // for one unscale: at most one per parameter
+    int32_t *verdict;     // `found` of its updates, in device memory; 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -37,7 +37,7 @@ static int fsdpi_scale_ok(double x) {
     return !fsdpi_optim_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
 }
 
-// The scale times a factor, as f32; the scale itself, if the product is out of range.
+// Returns the scale times a factor as f32, or the scale if the product is out of range.
 static double fsdpi_rescaled(double scale, double factor) {
     double x = scale * factor;
     return fsdpi_scale_ok(x) ? (double)(float)x : scale;
@@ -64,10 +64,10 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
 
 enum { FSDPI_VERDICT = 8 }; // bytes
 
-// Lists the gradients; neighbours are one run. *any: there is a gradient, if without elements.
+// Lists the gradients; adjacent ones share a run. Sets *any if there is one, even if it is empty.
 static int fsdpi_scaler_list(const fsdp_grad_scaler *g, int32_t *found, int32_t *any) {
     fsdp_param_view v = FSDP_ZERO;
-    const char *end = NULL; // of the last run
+    const char *end = NULL; // end of the last run
     int num = 0;
     while (fsdp_next_param(g->model, &v)) {
         if (v.shard_grad) *any = 1;
@@ -96,7 +96,7 @@ static void fsdpi_scaler_free(void *user) {
     fsdp_free(g->model, FSDP_MEMORY_HOST, g, 0);
 }
 
-// Reads whether the device's updates have found a bad gradient.
+// Reads from the device whether its updates have found a bad gradient.
 static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
     static const int32_t none = 0;
     fsdp_status status = fsdp_transfer(g->model, found, g->verdict, sizeof *found);
@@ -112,8 +112,8 @@ static void fsdpi_scaler_numbers(const fsdp_grad_scaler_state *s, double *n) {
     n[4] = s->growth_tracker;
 }
 
-// Takes the maxima of found and any over all ranks. The same collective compares the ranks' states,
-// by the largest number and the negative of the smallest one.
+// Takes the maxima of found and any over all ranks. The same collective checks that all ranks'
+// states are equal, by the maxima of each number and of its negative.
 static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what, int32_t *found,
                                      int32_t *any) {
     static const char *const fields[5] = {"scale", "growth_factor", "backoff_factor",
@@ -136,7 +136,7 @@ static fsdp_status fsdpi_scaler_meet(const fsdp_grad_scaler *g, const char *what
     return status;
 }
 
-// The item for checkpoints: the state as numbers.
+// Describes the checkpoint item: the state as numbers.
 static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
                                      fsdp_state_item *item) {
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
@@ -146,7 +146,7 @@ static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
     if (!item && !g->lent) return FSDP_OK;
     if (!sizes) g->lent = item != NULL;
     if (!item) {
-        double whole = 2147483647; // the largest int32_t; else -1, which is refused
+        double whole = 2147483647; // the largest int32_t; other values become -1, which is refused
         fsdp_grad_scaler_state s = {n[0], n[1], n[2], -1, -1};
         if (n[3] >= 0 && n[3] <= whole) s.growth_interval = (int32_t)n[3];
         if (n[4] >= 0 && n[4] <= whole) s.growth_tracker = (int32_t)n[4];
@@ -210,7 +210,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
 }
 
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
-    // unscale has waited for all records that use its memory
+    // unscale has waited for all ops that use its memory
     if (scaler) (void)fsdp_detach(scaler->model, &scaler->extension);
 }
 

@@ -14,17 +14,17 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
-// order of addresses, and states lie in the order of the table, without padding. So if the shards
-// of neighbours touch, their gradients and states touch, too, and one run has all. Table and
-// states fit the model's layout unless it has `moved`.
+// An optimizer's memory, and the elements that a step updates. Invariants: the table is in address
+// order, and states lie in table order without padding. If the shards of two neighbours touch,
+// their gradients and states touch as well, so one run covers both. Table and states fit the
+// model's layout unless `moved` is set.
 
 typedef struct fsdpi_optim_param {
     fsdp_unit *unit;
-    int32_t index, ordinal; // in the unit, in the model
+    int32_t index, ordinal; // index in the unit; ordinal in the model
     int32_t group;
     fsdp_dtype dtype;
-    int64_t numel; // of this rank's rows
+    int64_t numel; // elements of this rank's rows
     int64_t state; // offset of its state, in elements of the state's type
     int64_t step;  // number of updates so far
     char *shard;
@@ -35,31 +35,31 @@ typedef struct fsdpi_optim {
     fsdp_extension extension;
     const char *name;
     const char *state_names[2];
-    const char *step_name;                  // NULL: updates do not depend on their number
-    int memory;                             // updates run on FSDP_MEMORY_HOST or _DEVICE
-    int place;                              // of states: as memory, or FSDP_MEMORY_PINNED
-    int num_params, num_groups, num_states; // states: numbers for each element
-    int rounds;                             // 1: bf16 is rounded stochastically, by seed
+    const char *step_name;                  // NULL: updates do not depend on t
+    int memory;                             // FSDP_MEMORY_HOST or _DEVICE, where updates run
+    int place;                              // memory of states: `memory` or FSDP_MEMORY_PINNED
+    int num_params, num_groups, num_states; // num_states: numbers per element
+    int rounds;                             // 1: bf16 is rounded stochastically, from `seed`
     uint64_t seed;
-    double weight_decay;                        // of the desc
+    double weight_decay;                        // from the desc
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdp_optim_group_fn group;
     void *user;
-    int moved;                         // 1: the model was laid out anew after the table was made
-    int laid;                          // number of tables that were made
-    int warned;                        // 1: it has warned that no parameter had a gradient
-    fsdpi_optim_param *params, *spare; // spare: room for the next table
-    fsdp_update *updates;              // of a step: at most one for each parameter
-    char *held;                        // by parameter; 1: frozen, and has a state all the same
-    char *states[2][2];                // [first, second][of f32, of f64]; one block
-    int keeps_bits;                    // 1: the block has room for the 16-bit parameters, too
-    char *bits;                        // that room
-    int64_t bits_from;                 // the first state of a 16-bit parameter
-    int64_t state_bytes;               // of the block
-    int64_t nbytes;                    // of host memory
+    int moved;                         // 1: the model has a new layout since the table was made
+    int laid;                          // number of tables made
+    int warned;                        // 1: has warned that no parameter had a gradient
+    fsdpi_optim_param *params, *spare; // spare: memory for the next table
+    fsdp_update *updates;              // for one step: at most one per parameter
+    char *held;                        // [ordinal] 1: frozen, but has a state
+    char *states[2][2];                // [first, second][f32, f64], in one block
+    int keeps_bits;                    // 1: the block can also save the 16-bit parameters
+    char *bits;                        // saved 16-bit parameters
+    int64_t bits_from;                 // first state of a 16-bit parameter
+    int64_t state_bytes;               // bytes of the block
+    int64_t nbytes;                    // bytes of host memory
 } fsdpi_optim;
 
-// A run of elements.
+// Contiguous elements.
 typedef struct fsdpi_optim_span {
     fsdpi_optim_param *first;
     char *grad;
@@ -75,13 +75,13 @@ static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
 }
 
-// m: of an argument that was given, or NULL.
+// Reports a NULL argument. m: a model that was passed, or NULL.
 static fsdp_status fsdpi_optim_null(const fsdp_model *m, const char *call, const char *which) {
     return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call,
                      which);
 }
 
-// A number that a caller gives, and its range.
+// A number that a caller passes, and its range.
 #define FSDPI_OPTIM_FINITE 1.7976931348623157e308 // `below` of one that is finite
 typedef struct fsdpi_optim_range {
     const char *field;
@@ -112,7 +112,7 @@ static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32
                      o->name, o->extension.name, o->extension.name);
 }
 
-// Takes a group as the caller gives it, if it is a good one. `field`: its name, for texts.
+// Copies a caller's group after checking it. `field` names it in texts.
 static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
                                           const char *field, int k, const fsdp_optim_group *given) {
     fsdp_optim_group g = *given;
@@ -157,7 +157,7 @@ static fsdp_status fsdpi_optim_agree_group(const fsdpi_optim *o, int k) {
     return fsdp_agree(o->model, group, sizeof group);
 }
 
-// Ranks compare the settings with which an optimizer is made.
+// Compares the settings of an optimizer on all ranks.
 static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
     fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
     if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
@@ -165,8 +165,8 @@ static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, 
     return status;
 }
 
-// The next step computes its scalars of the new group. So does a step that replays: a plan has its
-// records, and no updates.
+// Sets a group. The next step computes its scalars from it, even in a replay: a plan contains ops,
+// but no updates.
 static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k,
                                          const fsdp_optim_group *group) {
     if (!o || !group) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or group");
@@ -187,11 +187,11 @@ static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
     return NULL;
 }
 
-// Makes the table of the present layout, in the order of addresses. It has parameters that require
-// a gradient, those of the old table, whose state stays while they are frozen, and those of which a
-// checkpoint has states.
+// Makes the table of the current layout in address order. It contains parameters that require a
+// gradient, those in the old table, whose state is kept while they are frozen, and those whose
+// states a checkpoint has.
 static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
-    for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
+    for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each dtype has its own block
         fsdp_param_view v = FSDP_ZERO;
         int begin = o->num_params;
         while (fsdp_next_param(o->model, &v)) {
@@ -221,15 +221,15 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
-// The number of elements for a row of states: each row begins at a multiple of 64 bytes.
+// Returns the number of elements for a row of states: each row begins at a multiple of 64 bytes.
 static int64_t fsdpi_optim_room(int64_t numel) { return (numel + 15) / 16 * 16; }
 
-// Makes one block of zeros for all states: first and second numbers of f32, then those of f64.
+// Allocates one zeroed block for all states: first and second numbers in f32, then those in f64.
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
     o->state_bytes = 0;
     o->bits_from = 0;
-    for (int i = 0; i < o->num_params; i++) { // f32 first: the states of 16 bits are the last
+    for (int i = 0; i < o->num_params; i++) { // f32 first: the states of 16-bit parameters are last
         fsdpi_optim_param *p = &o->params[i];
         p->state = numel[fsdpi_optim_wide(p)];
         numel[fsdpi_optim_wide(p)] += p->numel;
@@ -256,7 +256,7 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     return FSDP_OK;
 }
 
-// Moves one state of one parameter. After a cast of the model, the host converts it.
+// Moves one state of one parameter. The host converts it if the model has been cast.
 static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
                                         const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
     int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
@@ -287,7 +287,7 @@ static void *fsdpi_optim_bits(const fsdpi_optim *o, const fsdpi_optim_param *p) 
     return o->bits + (size_t)(p->state - o->bits_from) * sizeof(uint16_t);
 }
 
-// Moves the states of all parameters to their places in the new block.
+// Moves the states of all parameters to the new block.
 static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_params; i++) {
@@ -303,7 +303,7 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
     return status;
 }
 
-// Makes table and states for the model's present layout. After a failure the old ones stay.
+// Makes table and states for the model's current layout. After a failure the old ones remain.
 static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
     fsdp_model *m = o->model;
     if (!o->moved) return FSDP_OK;
@@ -324,7 +324,7 @@ static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
         fsdp_free(m, next.place, next.states[0][0], next.state_bytes);
         return status;
     }
-    fsdp_free(m, old.place, old.states[0][0], old.state_bytes); // no update is under way
+    fsdp_free(m, old.place, old.states[0][0], old.state_bytes); // no update is outstanding
     next.nbytes += fsdpi_optim_host_bytes(m) - before;
     *o = next;
     return FSDP_OK;
@@ -332,23 +332,23 @@ static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
 
 static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
     (void)model;
-    ((fsdpi_optim *)user)->moved = 1; // the next use follows: that may fail
+    ((fsdpi_optim *)user)->moved = 1; // the next use makes the table, since that may fail
 }
 
-// Items for checkpoints: each parameter's states and its t.
+// Describes item `index` for a checkpoint: a state of a parameter, or its t.
 static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                                     fsdp_state_item *item) {
     fsdpi_optim *o = (fsdpi_optim *)user;
-    for (int i = 0; !item && i < o->num_params; i++) // they are written in place
+    for (int i = 0; !item && i < o->num_params; i++) // a load writes steps in place
         if (o->params[i].step < 0)
             return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
                              "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
-    // Averages stay as they are. Other states begin as zeros, whoever asks.
+    // A query of sizes does not change averages. Other states begin as zeros for any caller.
     fsdp_status status = item->sizes_only && o->keeps_bits ? FSDP_OK
                                                            : fsdpi_optim_apply_layout(o, o->name);
-    const int items = o->num_states + (o->step_name != NULL); // of a parameter
+    const int items = o->num_states + (o->step_name != NULL); // items of a parameter
     const int place = index / items, which = index % items;
     if (status || place >= o->num_params) return status;
     fsdpi_optim_param *p = &o->params[place];
@@ -365,13 +365,13 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     item->sharded = 1;
     item->dtype = wide ? FSDP_F64 : FSDP_F32;
     item->memory = o->place == FSDP_MEMORY_PINNED ? FSDP_MEMORY_HOST : o->place;
-    if (o->states[which][wide]) // NULL: no parameter of this width has elements here
+    if (o->states[which][wide]) // NULL: this rank has no elements of this width
         item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
     return FSDP_OK;
 }
 
-// A checkpoint has states of this parameter. The next use makes room for them: updates under way
-// still write to the present room.
+// Reserves a state of this parameter, for which a checkpoint has values. The next use allocates it,
+// since outstanding updates may still write to the current memory.
 static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
     fsdpi_optim *o = (fsdpi_optim *)user;
     if (o->held[ordinal]) return FSDP_OK;
@@ -396,7 +396,7 @@ static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
     return o->nbytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
 }
 
-// Does Muon have one of these parameters, or an optimizer one of Muon's? Both would update it.
+// Fails if Muon and another optimizer share a parameter: both would update it.
 static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
     static const char *const names[] = {"adamw", "sgd", "muon"};
     const int is_muon = !strcmp(o->extension.name, "muon");
@@ -421,7 +421,7 @@ static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
     return status;
 }
 
-// Makes an optimizer of `size` bytes, with settings, tables and the states.
+// Makes an optimizer of `size` bytes, with its settings, tables and states.
 static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
     int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
@@ -454,7 +454,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->extension.hold = fsdpi_optim_hold;
     if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_apply_layout(o, o->name);
-    if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // an average may have all
+    if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // averages may share
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
         fsdpi_optim_free(o);
@@ -465,15 +465,15 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     return FSDP_OK;
 }
 
-// The end of splitmix64, a generator.
+// Returns the final mix of splitmix64, a generator.
 static uint64_t fsdpi_optim_mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return x ^ (x >> 31);
 }
 
-// The random bits of a run, which is a part of one parameter. They depend on the places of the
-// elements in the whole parameter, and not on this rank or its layout.
+// Sets the random bits of a run, which lies in one parameter. They depend on the positions of its
+// elements in the whole parameter, not on this rank or its layout.
 static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_span *run,
                                       fsdp_update *u) {
     fsdp_param_view v = FSDP_ZERO;
@@ -509,7 +509,7 @@ static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_span *ru
     return o->rounds && u->dtype == FSDP_BF16 ? fsdpi_optim_rounds(o, run, u) : FSDP_OK;
 }
 
-// Does the parameter begin where the run ends, so that the run may have both?
+// Returns 1 if the parameter begins at the end of the run, so that one run can cover both.
 static int fsdpi_optim_joins(const fsdpi_optim_span *run, const fsdpi_optim_param *p,
                              const fsdp_param_view *v) {
     return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
@@ -520,7 +520,8 @@ static int fsdpi_optim_joins(const fsdpi_optim_span *run, const fsdpi_optim_para
            run->first->state + run->numel == p->state;
 }
 
-// The run has the parameter, too, or is appended, and the parameter begins the next one.
+// Extends the run by the parameter. If that is impossible, appends the run to the updates and
+// begins the next one.
 static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_span *run, fsdpi_optim_param *p,
                                       const fsdp_param_view *v, fsdpi_optim_fn fill, double lr,
                                       int *num) {
@@ -537,7 +538,7 @@ static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_span *run, fsd
     return status;
 }
 
-// Warns once if a step has found no gradient: the text says whether another optimizer has some.
+// Warns once if a step has found no gradient.
 static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
     while (!o->warned && fsdp_next_param(o->model, &v))
@@ -551,14 +552,14 @@ static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
     o->warned = 1;
 }
 
-// May a step with this learning rate be made now?
+// Fails if a step with this learning rate is not allowed now.
 static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char *what) {
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
                          "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
-    return fsdp_params_writable(o->model); // a gather under way may still read the shards
+    return fsdp_params_writable(o->model); // an outstanding gather may still be reading the shards
 }
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
@@ -568,7 +569,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
     fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
-    int num = 0; // of updates
+    int num = 0; // number of updates
     for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];
         fsdp_param_view v = FSDP_ZERO;
@@ -593,7 +594,7 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
                          "[E936] %s: the model has no parameter %d, expected 0..%d", what, ordinal,
                          num - 1);
     fsdp_status status = FSDP_OK;
-    if (!fsdp_world_status(w)) { // if the world has failed, the table stays
+    if (!fsdp_world_status(w)) { // in a failed world the table is unchanged
         status = fsdp_model_commit(o->model);
         if (!status) status = fsdpi_optim_apply_layout(o, what);
     }

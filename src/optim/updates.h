@@ -11,10 +11,10 @@
 
 #include <string.h>
 
-// Owns: updates as records. Invariant: a record has all that an update needs, so that the loops
-// of kernels.h and a device do the same.
+// Updates as ops. Invariant: an op contains all that an update needs, so that the loops in
+// kernels.h and a device compute the same.
 
-// Makes one update with the loops. A record has the scalars of the kernels, in their order.
+// Runs one update with the loops. An fsdp_update has the kernels' scalars in their order.
 static void fsdpi_optim_host_update(const fsdp_update *u) {
     fsdpi_adamw_scalars adamw;
     fsdpi_sgd_scalars sgd;
@@ -49,8 +49,8 @@ static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
     return FSDP_OK;
 }
 
-// Emits the runs of a step: the device updates them in the order of COMPUTE, or the loops do. The
-// record names the first run, and the buffers that it reads and writes, if the runs have some.
+// Emits the runs of a step: the device runs them on stream COMPUTE, or the loops do. The op names
+// the first run, and the buffers that the runs read and write, if any.
 static fsdp_status fsdpi_optim_emit_on(fsdp_model *m, int memory, const char *what,
                                        const fsdp_update *runs, int num, fsdp_buf *src,
                                        fsdp_buf *dst) {
@@ -92,7 +92,7 @@ static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
     return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
 }
 
-static int fsdpi_optim_is_nan(double x) { // by bits: correct with -Ofast, too
+static int fsdpi_optim_is_nan(double x) { // by bits: correct even with -Ofast
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
     // equivalent compare: who asks refuses an infinity, too

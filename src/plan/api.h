@@ -22,8 +22,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdp_plan. A step begins with the first call after a finalize. If the plan knows its kind,
-// it answers calls from the tape as long as they are those of the program.
+// fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
+// variant, it replays calls from it while they are those of the program.
 
 static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const fsdp_unit *unit,
                            int call) {
@@ -36,8 +36,8 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_call_name(call), fsdp_unit_label(unit));
 }
 
-// Orders the places of a kind: COMPUTE waits for earlier users of their memory, and later users
-// wait for COMPUTE.
+// Orders a variant's places: COMPUTE waits for earlier users of their memory, and later users wait
+// for COMPUTE.
 static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_variant *k) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < k->listing.num_slots && !status; i++) {
@@ -51,8 +51,9 @@ static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_variant *k)
     return status;
 }
 
-/* Kinds share the memory of the arena, but each has slots, and so events, of its own. If streams
-   run at the same time, the slots of this kind have to wait for those of the kind before. */
+/* Orders two variants. They share the arena's memory, but each has its own slots and events. If
+   streams run at the same time, the slots of this variant must wait for those of the previous
+   one. */
 static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (p->last && p->last != p->kind && p->mode_of_world != FSDP_RUN_INLINE) {
@@ -63,8 +64,8 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
-// Binds a kind whose arena has been replaced since. If that fails on a rank, the step goes by calls
-// on all ranks.
+// Binds a variant whose arena has been replaced. If that fails on a rank, the step runs eagerly on
+// all ranks.
 static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdpi_plan_variant *k = p->kind;
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
@@ -77,8 +78,8 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
-// Makes room for a kind. If units hold slots of the kind that is dropped, these stay until they are
-// free. A kind that was never replayed was of no use.
+// Drops variants until there is room for a new one. Slots that units hold remain until they are
+// released. A variant that was never replayed is of no use.
 static void fsdpi_plan_make_room(fsdp_plan *p) {
     while (p->num_kinds >= p->desc.most_kinds) {
         int oldest = 0;
@@ -89,7 +90,7 @@ static void fsdpi_plan_make_room(fsdp_plan *p) {
     }
 }
 
-// The first call of a step: what kind of step is it?
+// Handles the first call of a step: finds its variant.
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     p->open = 1;
@@ -100,7 +101,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
-    if (!p->num_kinds) fsdpi_plan_drop_all(p); // units have given the arena back by now
+    if (!p->num_kinds) fsdpi_plan_drop_all(p); // units have released the arena by now
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->options == p->options &&
@@ -115,7 +116,8 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     return p->kind && !status ? fsdpi_plan_hand_over(p) : status;
 }
 
-// Are the options those of the step's begin, but for divide factors, which records renew?
+// Returns 1 if the options are those at the step's beginning, except for divide factors, which ops
+// renew.
 static int fsdpi_plan_same_options(fsdp_plan *p) {
     uint64_t now = fsdpi_plan_settings(p->model);
     if (now != p->settings && fsdpi_plan_options(p->model) != p->options) return 0;
@@ -123,14 +125,13 @@ static int fsdpi_plan_same_options(fsdp_plan *p) {
     return 1;
 }
 
-// Is a unit's reduction waiting for a later call?
+// Returns 1 if a unit's reduction waits for a later call.
 static int fsdpi_plan_has_deferred(const fsdp_plan *p, const fsdpi_plan_act *act) {
     return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
            act->call < p->at && act->at >= p->at;
 }
 
-/* Leaves the plan. Reductions that wait for a later call are made now, with the options that they
-   would have had by calls. */
+/* Leaves the plan. Deferred reductions are made now, with the options of the eager step. */
 static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -144,14 +145,15 @@ static fsdp_status fsdpi_plan_stop_replay(fsdp_plan *p) {
     return status;
 }
 
-// From here on the step goes by calls; strict: the next call fails.
+// Runs the rest of the step eagerly; strict: the next call fails.
 static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
     p->broken = p->desc.strict;
     return fsdpi_plan_stop_replay(p);
 }
 
-// Options are about to change. If no reduction waits, the next call finds out whether they have.
+// Handles a setter. If no reduction is deferred, the next call finds out whether options have
+// changed.
 static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     int owes = 0;
     if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
@@ -163,8 +165,8 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     return fsdpi_plan_leave(p);
 }
 
-/* The program writes shards or their gradients inside of a step. A plan has no such call: what was
-   gathered or added to before it may have other values after it. */
+/* Handles a write to shards or their gradients within a step, which no plan contains: values
+   that were gathered or accumulated before it may have changed. */
 static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     if (!p->open || (p->mode != FSDP_PLAN_REPLAYING && p->mode != FSDP_PLAN_RECORDING))
         return FSDP_OK;
@@ -177,8 +179,8 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
-/* Answers one call from the tape. The records come first: ranks compare in a reduction which
-   parameters are used, and after its states none is. */
+/* Replays one call. Ops are emitted first: in a reduction, ranks compare which parameters are
+   used, and after its states none is. */
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
     p->next = step + 1;
     p->at++;
@@ -198,13 +200,13 @@ static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
         snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
     }
-    // Without memory this rank goes on to the end of the step, where the other ranks wait for it.
+    // Without memory this rank continues to the end of the step, where the other ranks wait for it.
     p->lost |= fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
                                sizeof one) != FSDP_OK;
     if (!p->lost) p->calls[p->num_calls++] = one;
 }
 
-// Makes a kind of the recorded step, at its end. finalized: what finalize returned.
+// Makes a variant of the recorded step, at its end. finalized: result of finalize.
 static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_variant *k = NULL;
     size_t begin = (size_t)p->num_units * sizeof *k->begin,
@@ -226,7 +228,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     }
     int made = !finalized;
     status = fsdpi_plan_make(p, status ? NULL : k, &made);
-    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
+    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next equal step has a plan
         snprintf(p->why, sizeof p->why, "%s",
                  "it failed on a rank, or began with gradients or parameters of another step");
         fsdpi_plan_variant_free(p, k);
@@ -235,16 +237,16 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
         k->used_at = p->steps;
         p->kinds[p->num_kinds++] = k;
-        p->mode = FSDP_PLAN_REPLAYING; // the next step, if it is like this one
+        p->mode = FSDP_PLAN_REPLAYING; // from the next step on, if it is like this one
         return FSDP_OK;
     }
     fsdpi_plan_variant_free(p, k);
     if (!fsdp_world_status(p->world))
-        fsdpi_plan_drop_all(p); // steps by calls have slots of their own
+        fsdpi_plan_drop_all(p); // eager steps have their own slots
     return status;
 }
 
-// The end of a step.
+// Handles the end of a step.
 static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     fsdpi_plan_variant *k = p->kind;
     p->open = 0;
@@ -272,14 +274,14 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         fsdpi_plan_drop_all(p);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
-    *status = fsdp_finalize_backward(p->model); // asks later extensions, and the core
+    *status = fsdp_finalize_backward(p->model); // calls later extensions, and the core
     if (fsdp_world_status(p->world)) return 1;
-    fsdp_status made = fsdpi_plan_recorded(p, *status); // also after a failure: the others wait
+    fsdp_status made = fsdpi_plan_recorded(p, *status); // even on failure: the others wait
     if (!*status) *status = made;
     return 1;
 }
 
-// Looks at any call but the expected one of a replay.
+// Handles any call except the expected one of a replay.
 static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
     fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
@@ -301,7 +303,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;
     }
-    // Extensions are asked about finalize before the core commits: so commit first.
+    // Extensions get finalize before the core commits, so commit first.
     *status = fsdp_model_commit(model);
     if (!*status && !p->open) *status = fsdpi_plan_begin(p);
     if (*status) return 1;
@@ -330,7 +332,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
 static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                              fsdp_status *status) {
     fsdp_plan *p = (fsdp_plan *)user;
-    const fsdpi_plan_step *expected = p->next; // of a replay under way
+    const fsdpi_plan_step *expected = p->next; // next step of the current replay
     if (expected && unit && expected->unit == unit && expected->call == call &&
         fsdpi_plan_settings(model) == p->settings) {
         *status = fsdpi_plan_replay(p, expected);
@@ -339,7 +341,7 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return fsdpi_plan_look(p, unit, call, status);
 }
 
-// What the rest of a step that is under way does, or else the next step.
+// Returns the mode of the current step or, between steps, of the next one.
 static int fsdpi_plan_mode_now(const fsdp_plan *p) {
     return p->open        ? FSDP_PLAN_EAGER
            : p->num_kinds ? FSDP_PLAN_REPLAYING
@@ -347,7 +349,7 @@ static int fsdpi_plan_mode_now(const fsdp_plan *p) {
                           : FSDP_PLAN_RECORDING;
 }
 
-// A new layout may come inside of a step, between two visits. The rest of the step goes by calls.
+// Handles a new layout, possibly within a step. The rest of the step runs eagerly.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
@@ -356,7 +358,7 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     if (p->open && p->mode == FSDP_PLAN_REPLAYING) p->left++, p->broken = p->desc.strict;
     if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
         p->mode = fsdpi_plan_mode_now(p);
-    if (p->mode != FSDP_PLAN_REFUSED) // it says why
+    if (p->mode != FSDP_PLAN_REFUSED) // the reason is logged
         snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {
@@ -407,7 +409,7 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     p->warm = d->warm_up;
 }
 
-// 0: without costs.
+// Returns a hash of the costs; 0: no costs.
 static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
     fsdp_plan_cost c;
     if (!cost) return 0;
@@ -418,8 +420,8 @@ static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
                                 (const char *)&c, sizeof c);
 }
 
-/* Do all ranks create the plan, and with the same desc? status: this rank's. If it has failed, it
-   goes on to the collective, since the others wait there. */
+/* Fails unless all ranks create the plan with equal descs. status: this rank's. A failed rank
+   continues to the collective, since the others wait there. */
 static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
                                          const fsdp_plan_desc *d, fsdp_status status) {
     static const char *const names[] = {"without",    "with",         "warm_up",
@@ -454,7 +456,7 @@ static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
     return status;
 }
 
-// Reads the desc and its costs. Then d->cost is NULL or `cost`.
+// Reads the desc and its costs. Sets d->cost to NULL or `cost`.
 static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
                                         fsdp_plan_desc *d, fsdp_plan_cost *cost) {
     fsdp_world *w = fsdp_model_world(m);
@@ -466,7 +468,7 @@ static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *des
     return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
-// Does what this rank does alone: it makes the plan, and attaches it to the model.
+// Makes the plan, and attaches it to the model. Needs no other rank.
 static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
                                   fsdp_plan **plan) {
     fsdp_plan *p = NULL;
@@ -480,7 +482,7 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->desc = *d;
     p->desc.cost = NULL;
     p->mesh = mesh;
-    p->units = model->units; // a committed model gets no further ones
+    p->units = model->units; // a committed model gets no further units
     p->num_units = model->num_units;
     p->mode_of_world = fsdp_model_run_mode(model);
     p->pool = fsdp_pool_register(model, "arena");
@@ -530,7 +532,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     return status;
 }
 
-// Lists the program by calls, with the slots that pools would give.
+// Lists the eager program, with the slots that pools would give.
 static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_variant *k,
                                          fsdpi_plan_listing *l) {
     fsdpi_plan_tape tape;
@@ -579,7 +581,7 @@ FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
     if (fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
     if (!plan->num_retired_bufs)
-        (void)fsdp_detach(plan->model, &plan->memory); // else with the model
+        (void)fsdp_detach(plan->model, &plan->memory); // otherwise with the model
 }
 
 FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
@@ -592,7 +594,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
     if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
-    if (!paused) { // with the next step: what is left of this one goes by calls
+    if (!paused) { // from the next step on: the rest of this one runs eagerly
         plan->mode = fsdpi_plan_mode_now(plan);
         plan->kind = NULL;
         if (!plan->open) plan->why[0] = 0;
@@ -617,7 +619,8 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     return status;
 }
 
-// Counts parameters whose slots are held when backward begins, and units gathered at a time.
+// Counts parameters whose slots are held when backward begins, and the most units gathered at a
+// time.
 static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_variant *k,
                                   fsdp_plan_report *out) {
     const fsdpi_plan_tape *t = &k->tape;

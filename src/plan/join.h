@@ -15,12 +15,11 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the step from the records of a rehearsal to the records of a tape. What units do beside
-// their collectives stays as it is: first the copies of all units, then one collective over all
-// their lists, and so on.
+// Turns the ops of a dry run into the ops of a tape. A unit's other ops are unchanged: first the
+// copies of all units, then one collective over all their lists, and so on.
 
 typedef struct fsdpi_plan_range {
-    int32_t begin, end; // records of the rehearsal
+    int32_t begin, end; // indices of ops in the dry run
 } fsdpi_plan_range;
 
 static fsdp_status fsdpi_plan_keep(fsdp_plan *p, fsdpi_plan_tape *t, size_t bytes, void **out) {
@@ -31,7 +30,7 @@ static fsdp_status fsdpi_plan_keep(fsdp_plan *p, fsdpi_plan_tape *t, size_t byte
     return status;
 }
 
-// "h.0..h.3", and the hash of what the ranks have to agree on.
+// Sets the name "h.0..h.3", and the hash of all that ranks must agree on.
 static fsdp_status fsdpi_plan_join_names(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_op *op,
                                          const fsdp_op *const *parts, int num) {
     const char *first = parts[0]->what, *last = parts[num - 1]->what;
@@ -49,7 +48,7 @@ static fsdp_status fsdpi_plan_join_names(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-// Joins the lists of all parts into one. Its offsets begin at the lowest address of any part.
+// Joins the lists of all units' ops. Offsets are relative to the lowest address of any of them.
 static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_op *op,
                                          const fsdp_op *const *parts, int num) {
     int gathers = op->kind == FSDP_OP_ALL_GATHER;
@@ -81,9 +80,9 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-/* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_make_adjacent puts
-   side by side. */
+/* Makes one range of all ranges, from the first one on. In a dry run with buffers without memory
+   they are not adjacent yet: only the sizes of the slots count, which fsdpi_plan_make_adjacent
+   makes adjacent. */
 static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
                                    const fsdp_op *const *parts, int num) {
     int64_t span = 0;
@@ -103,7 +102,7 @@ static fsdp_status fsdpi_plan_add_use(fsdp_plan *p, fsdpi_plan_tape *t, const fs
     return fsdpi_plan_add_op(p, t, &op, pair);
 }
 
-// Notes the members of a joined record.
+// Notes the members of a bucketed op.
 static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                         const fsdpi_plan_tape *raw, const int32_t *which, int num) {
     fsdpi_plan_group group = {t->num_ops - 1, t->num_members, num};
@@ -120,8 +119,8 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
     return status;
 }
 
-/* Makes one collective of those of several units. If streams run at the same time, it waits for the
-   buffers of all units, and later work on any of them waits for it. */
+/* Makes one collective of those of several units. If streams run at the same time, it waits for
+   the buffers of all units, and later work on any of them waits for it. */
 static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                    const int32_t *which, int num) {
     const fsdp_op *parts[FSDPI_PLAN_JOINED];
@@ -145,8 +144,8 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// In stages: first each range does its work up to its next collective, then one collective follows
-// for all ranges.
+// Merges ranges in stages: first each range does its work up to its next collective, then one
+// collective follows for all ranges.
 static fsdp_status fsdpi_plan_merge(fsdp_plan *p, const fsdpi_plan_tape *raw, fsdpi_plan_tape *t,
                                     fsdpi_plan_range *ranges, int num) {
     fsdp_status status = FSDP_OK;
@@ -179,8 +178,8 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// The records of an act. A reduction that waited begins with a USE, for which the caller need not
-// wait here: it is left out.
+// Returns the ops of an act. A deferred reduction begins with a WAIT that the caller does not need
+// here: it is left out.
 static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_lowering *s, int act) {
     fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
     while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
@@ -194,8 +193,8 @@ static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b
            (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
 }
 
-// Adds the acts of a call from *at on: those before its own work, or those after it (late). Acts of
-// one group are joined.
+// Adds the acts of a call, beginning with *at: those before its own work, or those after it (late).
+// Acts of one group are bucketed.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_lowering *s, fsdpi_plan_tape *t,
                                            int call, int *at, int late) {
     const fsdpi_plan_decisions *c = s->choice;
@@ -214,7 +213,7 @@ static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_lowering *s, fsdpi_p
     return status;
 }
 
-// Finds for each use of a slot the records between which it is held.
+// Sets, for each use of a slot, the range of ops during which it is held.
 static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_uses; i++) t->uses[i].from = t->uses[i].to = t->num_ops;
     for (int i = 0; i < t->num_ops; i++) {
@@ -224,7 +223,7 @@ static void fsdpi_plan_measure(fsdpi_plan_tape *t) {
     }
 }
 
-// Ranges of a joined all_reduce have to lie side by side.
+// Makes the ranges of a bucketed all_reduce adjacent.
 static void fsdpi_plan_make_adjacent(fsdpi_plan_tape *t) {
     for (int g = 0; g < t->num_groups; g++) {
         const fsdpi_plan_member *member = &t->members[t->groups[g].members];
@@ -236,8 +235,7 @@ static void fsdpi_plan_make_adjacent(fsdpi_plan_tape *t) {
     }
 }
 
-/* Makes a tape of what a rehearsal has shown, in the order in which it will be done. The tape has
-   the uses of the rehearsal. */
+/* Makes a tape from a dry run, in the order of execution. The tape has the uses of the dry run. */
 static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_lowering *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
@@ -251,7 +249,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_lowering *s, fsdpi_plan_t
         t->ops_at[i] = t->num_ops;
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
-        if (i + 1 == num_calls) break; // finalize is the core's
+        if (i + 1 == num_calls) break; // the core runs finalize
         fsdpi_plan_pair none = {-1, -1};
         status = fsdpi_plan_add_op(s->plan, t, &raw->hooks[i], none);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);

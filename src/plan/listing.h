@@ -1,4 +1,4 @@
-/* plan/listing.h - what a tape does, in words that are the same on every rank
+/* plan/listing.h - what a tape does, in text that is the same on every rank
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -15,7 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdpi_plan_listing.
+// Makes and destroys fsdpi_plan_listing.
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
@@ -48,14 +48,14 @@ static fsdp_status fsdpi_plan_member_add(fsdp_model *m, fsdpi_plan_listing *l, i
     return status;
 }
 
-// Bytes without those of slots that outlast a step.
+// Returns the bytes without those of slots that outlast a step.
 static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
     int64_t bytes = l->bytes;
     for (int i = 0; i < l->num_slots; i++) bytes -= l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
     return bytes;
 }
 
-// The place of a group in the listing; -1: it has too many.
+// Returns the index of a group in the listing; -1: the listing is full.
 static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     int i = 0;
     while (i < l->num_comms && strcmp(l->comms[i], name) != 0) i++;
@@ -64,7 +64,7 @@ static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     return i;
 }
 
-// Groups are numbered in the order in which the tape uses them.
+// Returns the index of an op's group. Groups are numbered in the order in which the tape uses them.
 static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, const fsdp_op *op) {
     const fsdp_comm *seen[FSDPI_PLAN_COMMS];
     char name[FSDPI_PLAN_COMM];
@@ -80,7 +80,8 @@ static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, c
     return fsdpi_plan_comm_add(l, name);
 }
 
-// Of what is equal on all ranks: segments; not blocks, which hold the rank's own place.
+// Returns a hash of properties that are equal on all ranks: segments, but not blocks, which contain
+// the rank's own offset.
 static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)op->group_size);
     const fsdp_seg *seg = (const fsdp_seg *)op->list;
@@ -92,8 +93,8 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
-// The place of events in a table with one for each slot, block, and older slot of each unit; -1:
-// it has none.
+// Returns the number of entries in a table of events: one per slot, per block, and per older slot
+// of each unit.
 static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
     return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
 }
@@ -106,7 +107,8 @@ static int fsdpi_plan_event_of(const fsdpi_plan_listing *l, int unit, int place)
                                         : -1;
 }
 
-// A buffer that is none of the tape's: a block of the model, host memory, or an older slot.
+// Returns the place of a buffer that is not the tape's: a block of the model, host memory, or an
+// older slot.
 static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
@@ -163,7 +165,7 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fs
     return status ? status : fsdpi_plan_line_add(p->model, l, &line);
 }
 
-// Bytes of slots for gradients: 0 where a unit's gradients have no elements.
+// Returns the bytes of slots for gradients; 0 if a unit's gradients have no elements.
 static int64_t fsdpi_plan_grad_bytes(const fsdp_unit *unit) {
     int64_t most = 0;
     for (int i = 0; i < unit->desc.num_params; i++) {
@@ -175,22 +177,22 @@ static int64_t fsdpi_plan_grad_bytes(const fsdp_unit *unit) {
     return most ? fsdpi_plan_slot_bytes(unit, FSDP_POOL_GRAD) : 0;
 }
 
-// A unit's name in a text: its own, as far as there is room. Its number follows as often as an
-// earlier unit has that name, since a text finds units by name.
+// Names a unit in a text: its own name, as far as it fits. A number follows if an earlier unit has
+// that name, since a text finds units by name.
 static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int u) {
     char name[512];
     snprintf(name, sizeof name, "%.480s", fsdp_unit_label(p->units[u]));
     for (int i = 0; i < u; i++) {
         if (strcmp(l->units[i].name, name) != 0) continue;
         snprintf(name + strlen(name), sizeof name - strlen(name), "#%d", u);
-        i = -1; // an earlier name may be the new one
+        i = -1; // an earlier name may equal the new one
     }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
     l->units[u].grad_bytes = fsdpi_plan_grad_bytes(p->units[u]);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
 }
 
-// [0]: of calls, [1]: of the plan.
+// Counts ops. which 0: of the eager step; 1: of the plan.
 static void fsdpi_plan_count_ops(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, int which) {
     l->gathers[which] = l->reductions[which] = l->replica_ops[which] = l->ops[which] = 0;
     l->gather_bytes[which] = l->reduce_bytes[which] = 0;
@@ -210,7 +212,7 @@ static void fsdpi_plan_count_ops(const fsdpi_plan_tape *t, fsdpi_plan_listing *l
     }
 }
 
-// The model in a number: what has to be equal for a text to be of use.
+// Returns a hash of the model. A plan's text applies only to models with the same hash.
 static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
     fsdp_param_view v = FSDP_ZERO;
     uint64_t h = (uint64_t)p->num_units;
@@ -225,7 +227,7 @@ static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
     return h;
 }
 
-// Are a unit's groups of ranks, if it has some, those of a mesh?
+// Returns 1 if a unit's groups of ranks, if any, are those of a mesh.
 static int fsdpi_plan_is_within(const fsdp_mesh_info *unit, const fsdp_mesh_info *all) {
     return (!unit->shard_comm || unit->shard_comm == all->shard_comm) &&
            (!unit->replicate_comm || unit->replicate_comm == all->replicate_comm);
@@ -237,9 +239,10 @@ static const fsdp_unit *fsdpi_plan_outside_of(const fsdp_plan *p, const fsdp_mes
     return NULL;
 }
 
-/* The one mesh that a plan knows: the model's. If a unit has other groups, and the model's mesh has
-   all ranks of the world, it is the mesh of the unit that has most groups (as the buckets of
-   fsdp_replicate.h). *stranger: a unit whose groups are not those of that mesh, or NULL. */
+/* Returns the one mesh that a plan knows: the model's. If a unit has other groups, and the
+   model's mesh has all ranks of the world, it is the mesh of the unit that has most groups (as
+   the buckets of fsdp_replicate.h). Sets *stranger to a unit whose groups are not those of that
+   mesh, or NULL. */
 static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp_unit **stranger) {
     const fsdp_mesh_info *mesh = &p->model->info;
     *stranger = fsdpi_plan_outside_of(p, mesh);

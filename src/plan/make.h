@@ -22,9 +22,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: fsdpi_plan_variant. A plan is made in fsdp_finalize_backward of the recorded step, while
-// every unit is idle. If a rank has failed, it still takes part in each agreement, as the others
-// wait.
+// Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
+// idle. A rank that has failed still takes part in each agreement, since the others wait for it.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
@@ -32,32 +31,32 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     return ((usual & ~p->desc.without) | p->desc.with) & all;
 }
 
-// From now on steps go by calls; `text` says why.
+// Disables planning: all later steps run eagerly, and fsdp_plan_why returns `text`.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
     snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
-// The same, and the log is told.
+// Calls fsdpi_plan_refuse, and logs `text` as an error.
 static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
     fsdpi_plan_refuse(p, text);
     (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
 }
 
-// Makes room for all slots of the kinds, and `more`, so that a slot can become a stray without
-// memory.
+// Reserves memory for all slots of the variants, and `more`, so that a slot can be retired without
+// an allocation.
 static fsdp_status fsdpi_plan_retired_room(fsdp_plan *p, int more) {
     int room = p->num_retired_bufs + more;
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < p->num_kinds; i++) room += p->kinds[i]->listing.num_slots;
-    while (!status && p->cap_retired_bufs < room) // it grows when it is full
+    while (!status && p->cap_retired_bufs < room) // the list doubles when it is full
         status = fsdpi_plan_grow(p->model, (void **)&p->retired_bufs, p->cap_retired_bufs,
                                  &p->cap_retired_bufs, sizeof *p->retired_bufs);
     return status;
 }
 
-/* Destroys the slots of dropped plans that no unit holds any more. `all`: the model ends, and with
-   it those that a unit holds. */
+/* Destroys the slots of dropped plans that no unit holds. `all`: also the held ones, since the
+   model ends. */
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_retired_bufs; i++) {
@@ -71,8 +70,8 @@ static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     p->num_retired_bufs = kept;
 }
 
-// Frees the slots of a kind. lasting: also those that outlast a step. If a unit still holds a slot,
-// it becomes a stray.
+// Frees a variant's slots. lasting: also those that outlast a step. A slot that a unit holds is
+// retired.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
@@ -86,7 +85,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lastin
 
 static void fsdpi_plan_variant_free(fsdp_plan *p, fsdpi_plan_variant *k) {
     if (!k) return;
-    (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
+    (void)fsdp_wait_stream(p->model, -1); // outstanding ops read its lists
     if (p->last == k) p->last = NULL;
     fsdpi_plan_bufs_free(p, k, 1);
     fsdpi_plan_tape_free(p, &k->tape);
@@ -100,7 +99,7 @@ static void fsdpi_plan_variant_free(fsdp_plan *p, fsdpi_plan_variant *k) {
 /* -------------------------------------------------------------------------------------------- */
 // Slots that units hold when a step begins.
 
-// The i-th of the slots that units may hold when a step of this kind begins; NULL: it is not held.
+// Returns the i-th slot that units may hold when a step of this variant begins; NULL: not held.
 static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_variant *k, int i) {
     return k->begin[i / FSDPI_PLAN_HELD_COUNT]
         .state.slot[FSDP_POOL_GATHER + i % FSDPI_PLAN_HELD_COUNT];
@@ -117,9 +116,10 @@ static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
     return arena && buf->ptr >= arena->ptr && buf->ptr < arena->ptr + arena->bytes;
 }
 
-/* Will a slot that a unit holds when a step of this kind begins be gone? If it is a pool's, and no
-   unit holds it now, fsdp_pools_trim frees it. If it is a part of the arena, the next replay writes
-   there. If it is of a dropped plan, fsdpi_plan_sweep frees it; a fleeting kind is dropped next. */
+/* Returns 1 if a slot that a unit holds when a step of this variant begins will be destroyed or
+   overwritten. A pool's slot that no unit holds now is freed by fsdp_pools_trim. A part of the
+   arena is overwritten by the next replay. A dropped plan's slot is freed by fsdpi_plan_sweep; a
+   fleeting variant is dropped next. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_variant *k) {
     for (int i = 0; i < p->num_units * FSDPI_PLAN_HELD_COUNT; i++) {
         const fsdp_buf *slot = fsdpi_plan_begins_with(k, i);
@@ -134,14 +134,14 @@ static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_variant *
     return 0;
 }
 
-// Marks the fleeting kinds. A kind that begins with a slot of a fleeting one is fleeting, too: it
-// was recorded after that one was bound, so that it stands after it.
+// Marks the fleeting variants. One that begins with a slot of a fleeting one is fleeting, too: it
+// was recorded later, so that it comes later in the list.
 static void fsdpi_plan_find_fleeting(fsdp_plan *p) {
     for (int i = 0; i < p->num_kinds; i++)
         p->kinds[i]->fleeting = fsdpi_plan_is_fleeting(p, p->kinds[i]);
 }
 
-// The tables of a plan.
+// Returns the bytes of a plan's tables.
 static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_variant *k) {
     const fsdpi_plan_tape *t = &k->tape;
     const fsdpi_plan_listing *l = &k->listing;
@@ -153,7 +153,7 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_variant *k) {
     return (int64_t)bytes;
 }
 
-// Bytes of slots that the model has now: what steps by calls have taken.
+// Returns the bytes of the slots that the model has now, made by eager steps.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     int64_t bytes = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
@@ -161,7 +161,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     return bytes;
 }
 
-// Makes the tape of a kind's program. bufs NULL: without memory.
+// Makes the tape of a variant's program. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_variant *k,
                                         const fsdpi_plan_decisions *choice, fsdp_buf *const *bufs,
                                         int num_bufs, fsdpi_plan_tape *out) {
@@ -209,9 +209,8 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_pla
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes, 0);
 }
 
-/* Finds what fits into `most` bytes. It tries all of these passes, each time with fewer units kept.
-   If that does not fit, it leaves out the passes that take memory; at last it takes the calls as
-   they are. */
+/* Finds a plan that fits into `most` bytes. Tries all of these passes, each time with fewer
+   units kept. If that does not fit, it leaves out the passes that take memory, and finally all. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_facts *f,
                                   uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
@@ -230,8 +229,8 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_pla
     return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
 }
 
-/* Chooses the passes. Without costs all are taken. With costs they are tried one after the other,
-   and a pass is taken if the step is no slower with it. At equal times fewer collectives win. */
+/* Chooses the passes. Without costs it takes all. With costs it tries one after the other, and
+   takes a pass if the step is not slower with it. At equal times fewer collectives win. */
 static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_facts *f,
                                     int64_t most) {
     const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
@@ -254,7 +253,7 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_p
     return status ? status : fsdpi_plan_fit(p, k, f, taken, most);
 }
 
-// Makes buffers for the places of a kind, and its tape with their addresses.
+// Makes buffers for the places of a variant, and its tape with their addresses.
 static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape;
@@ -290,7 +289,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
                            "[E972] plan: the rehearsal with slots has %d records and %d uses of "
                            "slots, expected %d and %d",
                            k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
-    if (!status) { // uses share slots now, so that only the first rehearsal can tell them apart
+    if (!status) { // uses share slots now, so that only the first dry run can tell them apart
         if (old.num_uses) memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
         if (old.num_ops) memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
     }
@@ -299,7 +298,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     return status;
 }
 
-// Drops a kind, and the kinds whose steps begin with a slot of it.
+// Drops a variant, and the variants whose steps begin with a slot of it.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_variant *k = p->kinds[index];
     if (p->kind == k) p->kind = NULL;
@@ -310,7 +309,7 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
             const fsdp_buf *slot = fsdpi_plan_begins_with(p->kinds[i], n);
             if (!slot || !fsdpi_plan_variant_has(k, slot)) continue;
             fsdpi_plan_drop(p, i);
-            n = -1; // another kind is in its place, or none
+            n = -1; // this index has another variant, or none
         }
     fsdpi_plan_variant_free(p, k);
 }
@@ -323,7 +322,7 @@ static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_variant *k) {
         }
 }
 
-// The arena stays while a unit holds a part of it.
+// Drops all variants. The arena remains while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     fsdpi_plan_sweep(p, 0);
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
@@ -333,8 +332,8 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
     p->arena = NULL;
 }
 
-// Makes memory for all kinds: the arena is as large as the largest kind needs. A rehearsal follows
-// the options of now, so that a kind of other options is bound when its next step begins.
+// Makes memory for all variants: the arena has the size of the largest need. A dry run uses the
+// current options, so a variant with other options is bound when its next step begins.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_variant *k) {
     int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     fsdpi_plan_find_fleeting(p);
@@ -358,13 +357,13 @@ static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_variant *k) {
 /* -------------------------------------------------------------------------------------------- */
 // Agreement of the ranks.
 
-// The smallest of each number over all ranks of the model's mesh.
+// Takes the minimum of each number over all ranks of the model's mesh.
 static fsdp_status fsdpi_plan_min_over_ranks(const fsdp_plan *p, int64_t *values, int count) {
     return fsdp_all_reduce(p->world, p->mesh, values, count, FSDP_I64, FSDP_MIN);
 }
 
-/* The first call at which a rank differs from rank 0 of the mesh, with both sides. It allocates
-   nothing, so that no rank can drop out. */
+/* Reports the first call at which a rank differs from rank 0 of the mesh, with both sides. It
+   allocates nothing, so that no rank can drop out. */
 static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_variant *k) {
     enum { WORDS = 160, HASHES = 64 };
     union {
@@ -390,7 +389,7 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_variant *k)
     memcpy(first, theirs.text, WORDS);
     if (!status) status = fsdp_broadcast(p->world, p->mesh, first, sizeof first, 0);
     if (rank >= 0 && rank != fsdp_rank(p->world)) memset(&theirs, 0, sizeof theirs);
-    if (!status && rank >= 0) // one rank has words, the others have zeros
+    if (!status && rank >= 0) // one rank sends words, the others send zeros
         status = fsdp_all_reduce(p->world, p->mesh, theirs.numbers, WORDS / 4, FSDP_I32, FSDP_SUM);
     if (status) return status;
     return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
@@ -399,8 +398,8 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_variant *k)
                      rank, call, theirs.text, first);
 }
 
-/* Have all ranks come this far? status: this rank's. values[0] is for that; each other value
-   becomes the least of all ranks. */
+/* Fails if a rank has failed so far. status: this rank's. values[0] is reserved for that; each
+   other value becomes the minimum over all ranks. */
 static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsdp_status status,
                                        int64_t *values, int count) {
     values[0] = !status;
@@ -412,7 +411,7 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
                               "steps go by calls");
 }
 
-// The same; and if `hash` is not 0, it has to be the same on all ranks.
+// Also fails if `hash` is not 0 and differs between ranks.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
@@ -422,7 +421,7 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, f
 
 /* -------------------------------------------------------------------------------------------- */
 
-// Is there something in the step that depends on more than options and states?
+// Refuses a plan if the step depends on more than options and states.
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
     const fsdp_unit *stranger;
@@ -442,15 +441,15 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
     return FSDP_ERR_UNSUPPORTED;
 }
 
-// The listing of a kind that has a tape and places.
+// Completes the listing of a variant that has a tape and places.
 static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k,
                                              const fsdpi_plan_tape *by_calls,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    // A unit without elements gathers nothing. If a unit is gathered when the step begins, what it
-    // reads is not followed: its first use reads what another step gathered, and `reads` cannot
-    // tell it from later ones. The same holds if only some visits find a unit gathered
+    // A unit without elements gathers nothing. If a unit is gathered when the step begins, its
+    // reads are not recorded: its first use reads an earlier step's gather, and `reads` cannot tell
+    // it from later ones. That also holds if only some visits find a unit gathered
     // (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
@@ -460,7 +459,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k
         int u = op->unit && fills ? fsdpi_plan_index(op->unit) : -1;
         if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
     }
-    for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
+    for (int c = 0; c + 1 < k->num_calls && !status; c++) { // reads of units in the eager step
         int u = k->calls[c].index, call = k->calls[c].call;
         int phase = call == FSDP_CALL_PRE_FORWARD ? 1 : call == FSDP_CALL_PRE_BACKWARD ? 2 : 0;
         if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED) f->order[u] &= ~phase;
@@ -470,7 +469,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k
     return status;
 }
 
-// Makes what this rank can make alone: a plan without memory, and its proof.
+// Makes all that needs no other rank: a plan without memory, and its proof.
 static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, int64_t most) {
     fsdpi_plan_tape by_calls;
     fsdpi_plan_facts f;
@@ -498,10 +497,11 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, in
     return status;
 }
 
-/* Makes the plan of a kind, or says why there is none. k NULL: this rank has none, and takes part
-   in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
-   plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
-   failure only if the step has failed: ranks that differ, a collective. */
+/* Makes the plan of a variant, or gives the reason why there is none. k NULL: this rank has
+   none, and takes part in the others' agreements. *made: 0 on entry if the step has failed here.
+   0 on return if there is no plan, since the step has failed on some rank, or began with slots
+   that will be destroyed. Returns a failure only if the step has failed: ranks that differ, or a
+   collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_variant *k, int *made) {
     int64_t model = (int64_t)fsdpi_plan_model_hash(p);
     fsdpi_plan_find_fleeting(p);
@@ -510,7 +510,7 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_variant *k, int *mad
     fsdp_status status = fsdpi_plan_min_over_ranks(p, values, 4), own;
     *made = (int)values[1];
     if (status || !*made) return status;
-    if (values[2] != ~values[3]) { // alike on all ranks
+    if (values[2] != ~values[3]) { // equal on all ranks
         fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED,
                                  "ranks have parameters of other sizes, as tensor parallelism that "
                                  "cuts unevenly gives them: a plan is the same on all ranks");

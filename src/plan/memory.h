@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Memory comes from the model's allocator; for texts that belong to no model, from malloc.
+// Memory from the model's allocator, or from malloc for texts that belong to no model.
 
 static fsdp_status fsdpi_plan_alloc(fsdp_model *m, size_t bytes, void **out) {
     if (m) return fsdp_alloc(m, FSDP_MEMORY_HOST, (int64_t)bytes, "plan: a table", out);
@@ -26,7 +26,7 @@ static void fsdpi_plan_free(fsdp_model *m, void *ptr) {
     else free(ptr);
 }
 
-// Makes room for one more element of `size` bytes after `num` of them.
+// Ensures room for one more element of `size` bytes after `num` of them.
 static fsdp_status fsdpi_plan_grow(fsdp_model *m, void **list, int32_t num, int32_t *cap,
                                    size_t size) {
     void *larger;

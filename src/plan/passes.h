@@ -13,30 +13,30 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_decisions. A pass is a function of the eager step; no pass looks at a clock.
-// A span is the time in which a unit needs its parameters: from the pre_* that gathers by calls to
-// the call that frees by calls. An item is what is gathered at once: a unit, or several that are
-// always used one after the other.
+// The passes, which make fsdpi_plan_decisions. A pass is a function of the eager step; no pass
+// reads a clock. A span is the time in which a unit needs its parameters: from the pre_* call that
+// gathers eagerly to the call that frees eagerly. An item is gathered in one collective: a unit, or
+// several that are always used one after the other.
 
 typedef struct fsdpi_plan_span {
     int32_t owner;      // unit, or item
-    int32_t begin, end; // calls
-    int32_t next;       // the owner's next span, or -1
-    int32_t kept;       // from here to the next one
-    int32_t first, num; // of an item: its spans of units
+    int32_t begin, end; // indices of calls
+    int32_t next;       // the owner's next span; -1: none
+    int32_t kept;       // 1: not freed until the next span
+    int32_t first, num; // an item's spans of units
 } fsdpi_plan_span;
 
 typedef struct fsdpi_plan_facts {
     const fsdpi_plan_variant *kind;
     int32_t num_units, num_calls;
-    uint8_t *managed;       // [units] acts may gather and free
-    fsdpi_plan_span *spans; // of units, by begin
+    uint8_t *managed;       // [units] 1: acts may gather and free it
+    fsdpi_plan_span *spans; // units' spans, sorted by begin
     int32_t num_spans, cap_spans;
     int64_t *base;                     // [calls] bytes of slots that no pass decides about
-    int64_t *bytes;                    // [units] of a gathered slot
-    uint64_t *gathers, *reduces;       // [units] how; equal ones can be joined; 0: cannot be
-    int32_t *posts, *post, *last_call; // [units] post_backward calls; the last one; the last call
-    int32_t *item;                     // [units] index
+    int64_t *bytes;                    // [units] bytes of a gathered slot
+    uint64_t *gathers, *reduces;       // [units] join key; equal ones can be bucketed; 0: cannot be
+    int32_t *posts, *post, *last_call; // [units] number of post_backward calls; last one; last call
+    int32_t *item;                     // [units] index of its item
     int64_t *item_bytes;               // [items]
     int32_t num_items;
     fsdpi_plan_span *item_spans;
@@ -72,7 +72,7 @@ static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_variant *
     return status;
 }
 
-// What a collective has to share with those that it is joined with.
+// Returns a hash of a collective's properties that must be equal in a bucket.
 static uint64_t fsdpi_plan_join_key(const fsdp_op *op, const fsdpi_plan_pair *pair) {
     uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)(uintptr_t)op->comm), scale, factor;
     memcpy(&scale, &op->scale, sizeof scale);
@@ -84,7 +84,7 @@ static uint64_t fsdpi_plan_join_key(const fsdp_op *op, const fsdpi_plan_pair *pa
     return fsdpi_plan_mix(h, pair->dst < 0 ? (uint64_t)(uintptr_t)op->dst : 0);
 }
 
-// How units gather: all gathers of a unit alike, and without functions of the user.
+// Finds how units gather. A unit's gathers must have equal keys, and no function of the user.
 static void fsdpi_plan_find_gathers(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_ops; i++) {
         const fsdp_op *op = &t->ops[i];
@@ -103,7 +103,7 @@ static void fsdpi_plan_find_gathers(fsdpi_plan_facts *f, const fsdpi_plan_tape *
         if (f->gathers[u] == 1) f->gathers[u] = 0;
 }
 
-// How units reduce in their post_backward. accumulate counts: neighbours add both, or neither.
+// Finds how units reduce in post_backward. The key includes accumulate: a bucket adds all or none.
 static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) {
     for (int k = 0; k + 1 < f->num_calls; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
@@ -116,7 +116,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
         for (int i = t->own[k]; i < t->own_end[k]; i++) {
             const fsdp_op *op = &t->ops[i];
             if (op->kind == FSDP_OP_CALL || op->custom) joins = 0;
-            if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // lies elsewhere
+            if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // elsewhere
             if (fsdpi_plan_is_collective(op->kind) && op->label != FSDP_LABEL_GATHER)
                 sort = fsdpi_plan_mix(sort, fsdpi_plan_join_key(op, &t->pairs[i]));
         }
@@ -124,7 +124,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
     }
 }
 
-// Spans of units, and which of them acts may gather and free.
+// Finds the units' spans, and which of them acts may gather and free.
 static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
                                          const fsdpi_plan_tape *t) {
     fsdp_status status = FSDP_OK;
@@ -156,7 +156,7 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
     }
     fsdpi_plan_find_gathers(f, t);
     fsdpi_plan_find_reduces(f, t);
-    // A slot that outlasts the step has memory of its own, at another distance on each rank.
+    // A slot that outlasts the step has its own memory, at a different distance on each rank.
     for (int i = 0; i < f->num_spans; i++)
         if (f->spans[i].end >= f->num_calls) f->gathers[f->spans[i].owner] = 0;
     int kept = 0;
@@ -166,7 +166,7 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
     return status;
 }
 
-// Bytes of slots at each call, without those that passes decide about: the most at any record.
+// Finds the bytes of slots at each call that no pass decides about: the maximum over its ops.
 static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) {
     int64_t now = 0;
     for (int k = 0; k < f->num_calls; k++) {
@@ -187,9 +187,10 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 /* -------------------------------------------------------------------------------------------- */
 // The pass `bucket`.
 
-// Is every span of one unit right before or after a span of the other, and never inside of it?
+// Returns 1 if every span of one unit directly precedes or follows one of the other, and is never
+// inside it.
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
-    int pairs = 0, ended = -1; // the last call of earlier pairs
+    int pairs = 0, ended = -1; // last call of earlier pairs
     for (int i = 0; i < f->num_spans; i++) {
         const fsdpi_plan_span *span = &f->spans[i];
         if (span->owner != a && span->owner != b) continue;
@@ -203,7 +204,7 @@ static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
     return pairs > 0;
 }
 
-// One item for each group of neighbours that gather alike.
+// Makes one item of each group of neighbours that gather with equal keys.
 static void fsdpi_plan_pass_bucket_gathers(const fsdp_plan *p, fsdpi_plan_facts *f, int on) {
     int64_t cap = p->desc.first_bucket_bytes;
     int last = -1, members = 0;
@@ -250,13 +251,13 @@ static fsdp_status fsdpi_plan_item_spans(fsdp_plan *p, fsdpi_plan_facts *f) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The pass `keep`: Belady's rule. The future is known, so what goes is what is needed last.
+// The pass `keep`, Belady's rule: the future is known, so the item that is needed last is freed.
 
 static int fsdpi_plan_farthest(const fsdpi_plan_facts *f, const int32_t *at, int call) {
     int best = -1;
     for (int i = 0; i < f->num_items; i++) {
         const fsdpi_plan_span *span = at[i] >= 0 ? &f->item_spans[at[i]] : NULL;
-        if (!span || span->end >= call) continue; // not there, or open
+        if (!span || span->end >= call) continue; // not gathered, or open
         if (best >= 0) {
             int next = f->item_spans[span->next].begin,
                 other = f->item_spans[f->item_spans[at[best]].next].begin;
@@ -267,12 +268,12 @@ static int fsdpi_plan_farthest(const fsdpi_plan_facts *f, const int32_t *at, int
     return best;
 }
 
-/* Which spans are kept until the next one, so that no call holds more than `most` bytes, if that is
-   enough for open units; *worst: the call that holds most. */
+/* Chooses the spans that are kept until the next one, so that no call holds more than `most`
+   bytes, if that is enough for open units. Sets *worst to the call that holds most. */
 static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t most, int *worst) {
     int on = (passes & 1u << FSDP_PASS_KEEP) != 0, shares = (passes & 1u << FSDP_PASS_ARENA) != 0;
-    int32_t *at = f->order;      // of an item that is there: its newest span; -1
-    int64_t peak = -1, base = 0; // of slots that share no memory, the most at any call
+    int32_t *at = f->order;      // [items] newest span of a gathered item; -1
+    int64_t peak = -1, base = 0; // base: of slots that share no memory, the most at any call
     int next = 0;
     for (int k = 0; k + 1 < f->num_calls && !shares; k++)
         if (f->base[k] > base) base = f->base[k];
@@ -320,13 +321,14 @@ static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_decisions *c, int
     return status;
 }
 
-// A unit is gathered once at a time, so that no more than all others can be under way.
+// Returns the limit for gathers ahead. A unit is gathered once at a time, so at most all others can
+// be outstanding.
 static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
     return ahead < f->num_units ? ahead : f->num_units - 1;
 }
 
-// Issues gathers in order: each after the own work of the call that needs the gather `ahead` before
-// it, or the first gather.
+// Issues gathers in order. Each follows the own work of the call that needs the gather `ahead`
+// places before it, or the first gather.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_decisions *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
@@ -360,7 +362,7 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
     return status;
 }
 
-// What is freed, and what is not though by calls it is.
+// Ends each span that finalize does not free with an act: KEEP until the next use, or FREE.
 static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
                                         fsdpi_plan_decisions *c) {
     fsdp_status status = FSDP_OK;
@@ -381,7 +383,7 @@ static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
     return status;
 }
 
-/* The pass `bucket` for reductions: of units that follow one another, each of which has one
+/* The pass `bucket` for reductions. It buckets consecutive units that each have one
    post_backward and no later call. Their reductions wait for that of the last unit. */
 static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_plan_facts *f,
                                                      fsdpi_plan_decisions *c) {
@@ -418,7 +420,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
     return status;
 }
 
-// The pass `once`: all but the last post_backward of a unit collect.
+// The pass `once`: only the last post_backward of a unit reduces; earlier ones accumulate.
 static fsdp_status fsdpi_plan_pass_once(fsdp_plan *p, const fsdpi_plan_facts *f,
                                         fsdpi_plan_decisions *c) {
     fsdp_status status = FSDP_OK;
@@ -474,7 +476,8 @@ static fsdp_status fsdpi_plan_decisions_new(fsdp_plan *p, fsdpi_plan_decisions *
     return status;
 }
 
-// All decisions, so that slots need at most `most` bytes. *worst: the call that needs most.
+// Makes all decisions, so that slots need at most `most` bytes. Sets *worst to the call that needs
+// most.
 static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t passes,
                                      int64_t most, fsdpi_plan_decisions *c, int *worst) {
     int buckets = passes & 1u << FSDP_PASS_BUCKET && p->desc.bucket_bytes > 0;

@@ -12,10 +12,10 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_slot, and which use has which. Uses that never meet may share memory. A use that
-// is held at the end of the step has memory of its own, which outlasts the step.
+// Assigns slots (fsdpi_plan_slot) to uses. Uses that never overlap in time may share memory. A use
+// that is held at the end of the step has memory of its own, which outlasts the step.
 
-// Uses that lie side by side count as one, from the first to the last of them.
+// A run of adjacent uses counts as one piece, from the first to the last of them.
 typedef struct fsdpi_plan_piece {
     int32_t head, from, to;
     int64_t bytes, offset;
@@ -25,7 +25,7 @@ typedef struct fsdpi_plan_places {
     fsdpi_plan_piece *pieces;
     int32_t num;
     int32_t *order; // [num]
-    int32_t *alike; // [num] slots of this size and pool that fsdpi_plan_pool_fit has found
+    int32_t *alike; // [num] slots of equal size and pool, found by fsdpi_plan_pool_fit
     int64_t *kept;  // [num] offsets of the best order
     int64_t bytes;
 } fsdpi_plan_places;
@@ -40,7 +40,7 @@ static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) 
     return piece;
 }
 
-// Does one come before another in an order? 0: size; 1: first use; 2: size times life.
+// Returns 1 if one comes before another. Order 0: by size; 1: by first use; 2: by size times life.
 static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b,
                                    int order) {
     double x = (double)a->bytes, y = (double)b->bytes;
@@ -49,7 +49,7 @@ static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_p
     return a->from != b->from ? a->from < b->from : a->head < b->head;
 }
 
-// First fit in one order; the bytes of the whole.
+// Places the pieces by first fit in one order. Returns the bytes of all.
 static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
@@ -63,7 +63,7 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     for (int i = 0; i < pl->num; i++) {
         fsdpi_plan_piece *piece = &pl->pieces[pl->order[i]];
         int64_t at = 0;
-        for (int moved = 1; moved;) { // up to the first gap between those that it meets
+        for (int moved = 1; moved;) { // up to the first gap between overlapping pieces
             moved = 0;
             for (int k = 0; k < i; k++) {
                 const fsdpi_plan_piece *other = &pl->pieces[pl->order[k]];
@@ -91,7 +91,7 @@ static void fsdpi_plan_best_fit(fsdpi_plan_places *pl) {
     for (int i = 0; i < pl->num; i++) pl->pieces[i].offset = pl->kept[i];
 }
 
-// Is a slot like this one filled while another is in use? As in the core's pools.
+// Returns 1 if an equal slot is filled while this one is in use, as in the core's pools.
 static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *use) {
     for (int i = 0; i < t->num_uses && use->pool == FSDP_POOL_GATHER; i++)
         if (t->uses[i].pool == use->pool && t->uses[i].bytes == use->bytes &&
@@ -109,9 +109,9 @@ static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *u
     return 0;
 }
 
-/* As the pools would have them: each size its own slots, the least recently released one first.
-   deep: two from the begin on, where one is filled while the other is in use. again: all slots that
-   the last call has found, as in pools that earlier steps have filled. */
+/* Places the pieces as the pools would: slots per size, the least recently released one first.
+   deep: two slots from the beginning where one is filled while the other is in use. again: all
+   slots that the last call has found, as in pools that earlier steps have filled. */
 static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep,
                                 int again) {
     int num = 0; // slots; order[n]: the last piece in slot n
@@ -150,7 +150,7 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
     }
 }
 
-// The most bytes that are held at one record: no placement needs less.
+// Returns the most bytes held at one op: a lower bound for any placement.
 static int64_t fsdpi_plan_bound(const fsdpi_plan_places *pl) {
     int64_t most = 0;
     for (int i = 0; i < pl->num; i++) { // some piece begins where it is reached
@@ -186,9 +186,9 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->alike);
 }
 
-/* The slot that a unit held when the step began, and gave back before it took one that it holds at
-   the end: it gets the same again. So a step leaves units as it found them, and the next one is of
-   the same kind. NULL: there is none. */
+/* Returns the slot that a unit held when the step began, and released before it took one that it
+   holds at the end: it gets that slot again. So a step leaves units as it found them, and the
+   next step is of the same variant. NULL: none. */
 static fsdp_buf *fsdpi_plan_carried_slot(const fsdpi_plan_tape *t, const fsdp_unit *unit,
                                          const fsdpi_plan_use *use) {
     for (int i = 0; i < use->from && i < t->num_ops; i++)
@@ -198,7 +198,7 @@ static fsdp_buf *fsdpi_plan_carried_slot(const fsdpi_plan_tape *t, const fsdp_un
     return NULL;
 }
 
-// Places for all uses of a tape: l->slots, l->bytes, l->bound. by_calls: as the pools have them.
+// Places all uses of a tape: sets l->slots, l->bytes and l->bound. by_calls: as the pools do.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
                                     uint32_t passes, int by_calls) {
     fsdpi_plan_places pl;

@@ -17,14 +17,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
-// walked in the order of issue. Each stream carries a vector clock, each piece of memory the clocks
-// of its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
+// Proves listings, or refutes them. docs/plan.md lists what is proven and assumed. A listing is
+// walked in the order of issue. Each stream has a vector clock, each piece of memory the clocks of
+// its last accesses. The caller acts on COMPUTE: it reads gathered parameters until they are
 // released, and writes gradients until GRADS_WRITTEN. The rules of waits and of bytes are written
-// here once more (fsdpi_plan_derive, fsdpi_plan_check_numbers), and not taken from core/run.h: so
-// the proof checks the core's rules, too.
+// here again (fsdpi_plan_derive, fsdpi_plan_check_numbers) and not taken from core/run.h: so the
+// proof checks the core's rules, too.
 
-// An access: by whom, at which of its ticks, and for the text at which line.
+// An access: its stream, the stream's tick and, for the text, the line.
 typedef struct fsdpi_plan_touch {
     int32_t stream, line, call; // line -1: the caller's own
     uint32_t tick;              // 0: none
@@ -42,24 +42,24 @@ typedef struct fsdpi_plan_mark { // an event
 // A slot, or a unit's part of a block.
 typedef struct fsdpi_plan_region {
     fsdpi_plan_touch write, read[FSDP_STREAM_COUNT];
-    fsdpi_plan_mark ready, avail; // of a slot, or of a whole block
-    int32_t unit, held;           // who holds the slot
-    int32_t full, version;        // gathered: 1: issued, 2: waited for, 3: read; of which shards
+    fsdpi_plan_mark ready, avail; // events of a slot, or of a whole block
+    int32_t unit, held;           // held: 1: the unit holds the slot
+    int32_t full, version;        // full: gather 1: issued, 2: waited for, 3: read
     int32_t grads;                // FSDPI_PLAN_EMPTY, ...
-    int32_t summed;               // over replicas, in place
+    int32_t summed;               // 1: over replicas, in place
 } fsdpi_plan_region;
 
-// Gradients in a slot.
+// State of gradients in a slot.
 enum {
     FSDPI_PLAN_EMPTY,
-    FSDPI_PLAN_TOUCHED, // the caller has written them, and nothing says so
+    FSDPI_PLAN_TOUCHED, // the caller has written them, and no op reports it
     FSDPI_PLAN_FRESH,   // no reduction has read them
-    FSDPI_PLAN_TAKEN    // one has
+    FSDPI_PLAN_TAKEN    // a reduction has
 };
 
-// Slots of the arena by offset, to find those that share memory.
+// Slots of the arena, sorted by offset, to find those that share memory.
 typedef struct fsdpi_plan_reach {
-    int64_t offset, end; // end: the farthest one up to here
+    int64_t offset, end; // end: the largest one up to here
     int32_t slot;
 } fsdpi_plan_reach;
 
@@ -70,7 +70,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
     fsdpi_plan_reach *reach;                   // [num_reach]
-    int32_t *upto, num_reach;                  // [slots] the last one in `reach` that may share
+    int32_t *upto, num_reach;                  // [slots] last index in `reach` that may share
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     // By group and label: the first collective of this sort; tick 0: none.
@@ -103,7 +103,7 @@ static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how) {
     if (!v->out->refuted) v->out->refuted = how;
 }
 
-// Where the two lines of a counterexample go. Only the first refutation counts.
+// Returns the buffer for the two lines of a counterexample. Only the first refutation counts.
 static fsdpi_plan_out fsdpi_plan_counter(const fsdpi_plan_prover *v) {
     fsdpi_plan_out o = {v->out->text, sizeof v->out->text, 0, 0};
     if (v->out->refuted) o.buf = NULL, o.cap = 0;
@@ -130,7 +130,7 @@ static void fsdpi_plan_say_touch(fsdpi_plan_out *o, const fsdpi_plan_prover *v,
     }
 }
 
-// Refutes: no event orders two accesses, of which one is a write.
+// Refutes: two accesses, one of them a write, are not ordered by an event.
 static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place,
                             int writes, const fsdpi_plan_touch *then, int wrote) {
     fsdpi_plan_out o = fsdpi_plan_counter(v);
@@ -184,7 +184,7 @@ static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
     for (int i = 0; i < l->num_slots; i++) {
         int64_t end = l->slots[i].offset + l->slots[i].bytes;
         int low = 0, high = l->slots[i].offset >= 0 ? v->num_reach : 0;
-        while (low < high) { // how many begin before its end
+        while (low < high) { // number that begin before its end
             int middle = low + (high - low) / 2;
             if (v->reach[middle].offset < end) low = middle + 1;
             else high = middle;
@@ -194,7 +194,7 @@ static fsdp_status fsdpi_plan_find_reach(fsdpi_plan_prover *v) {
     return FSDP_OK;
 }
 
-// The next slot, from `reach[*at]` down, that shares memory with one; -1: there is none.
+// Returns the next slot, from `reach[*at]` down, that shares memory with a slot; -1: none.
 static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
     const fsdpi_plan_slot *slots = v->l->slots;
     while (*at >= 0 && v->reach[*at].end > slots[place].offset) {
@@ -204,8 +204,8 @@ static int fsdpi_plan_shares(const fsdpi_plan_prover *v, int place, int *at) {
     return -1;
 }
 
-// An access of a unit's parameters or gradients, or of a slot: checked against all that share
-// memory.
+// Notes an access of a unit's parameters or gradients, or of a slot. Checks it against all that
+// share memory.
 static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
                               int writes) {
     const fsdpi_plan_listing *l = v->l;
@@ -241,14 +241,14 @@ static void fsdpi_plan_set_mark(const fsdpi_plan_prover *v, int stream, fsdpi_pl
     mark->is_set = 1;
 }
 
-// What has the events of a place; NULL where there are none.
+// Returns the region with the events of a place; NULL: none.
 static fsdpi_plan_region *fsdpi_plan_events_of(fsdpi_plan_prover *v, int unit, int place) {
     int event = fsdpi_plan_event_of(v->l, unit, place);
     return event >= 0 ? &v->slots[event] : NULL;
 }
 
-// A read waits for the last write. A write waits for the last write, or for the release of the slot
-// if it has been released since.
+// Applies the rule of waits. A read waits for the last write. A write waits for the last write, or
+// for the slot's release if that is later.
 static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan_region *src,
                               const fsdpi_plan_region *dst) {
     if (src) fsdpi_plan_join_clock(v, stream, &src->ready);
@@ -256,7 +256,7 @@ static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan
         fsdpi_plan_join_clock(v, stream, dst->avail.is_set ? &dst->avail : &dst->ready);
 }
 
-// One line of words about the line that is looked at, and one about what is wrong.
+// Refutes with two lines of text: one describes the current line, the other the error.
 static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, int unit, int place) {
     fsdpi_plan_out o = fsdpi_plan_counter(v);
     fsdpi_plan_say_call(&o, v->l, v->call);
@@ -271,9 +271,9 @@ static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, in
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What a line does to slots.
+// Effects of a line on slots.
 
-// What a unit's slot has to have; 0: texts do not say.
+// Returns the bytes that a unit's slot must have; 0: texts do not contain them.
 static int64_t fsdpi_plan_needs(const fsdpi_plan_listing *l, int pool, int unit) {
     if (unit < 0) return 0;
     return pool == FSDP_POOL_GATHER ? l->units[unit].gather_bytes
@@ -329,7 +329,7 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     if (m->unit >= 0 && v->written[m->unit] == m->src) v->written[m->unit] = -1;
 }
 
-// Has a unit gradients with elements? What is in the slots of another one is not looked at.
+// Returns 1 if a unit has gradients with elements. Slots of other units are not checked.
 static int fsdpi_plan_has_grads(const fsdpi_plan_prover *v, int unit) {
     return unit < 0 || v->l->units[unit].grad_bytes > 0;
 }
@@ -350,7 +350,7 @@ static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *
     if (fsdpi_plan_has_grads(v, m->unit)) v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
 }
 
-// Gradients in a slot: zeroed, brought on, reduced.
+// Checks and updates gradients in a slot: zeroed, copied, reduced.
 static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
                                  const fsdpi_plan_member *m) {
     fsdpi_plan_region *src = m->src >= 0 ? &v->slots[m->src] : NULL,
@@ -377,9 +377,9 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
-    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
+    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // from an earlier step
     if (!src) return;
-    // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
+    // Copies take parts of a slot, so there may be several; a collective takes all of it.
     if (src->grads != FSDPI_PLAN_FRESH &&
         (src->grads != FSDPI_PLAN_TAKEN || line->kind != FSDP_OP_COPY || src == dst))
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->src);
@@ -416,9 +416,9 @@ static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *l
         v->slots[m->src].full = 2;
 }
 
-/* Collectives of one sort on a group are on one stream, so that they begin in the order of issue on
-   all ranks. A world with one communicator runs gathers and reductions on two streams; then the
-   backend keeps the order of issue. */
+/* Checks that all collectives of one sort on a group are on one stream, so that they begin in
+   the order of issue on all ranks. A world with one communicator runs gathers and reductions on
+   two streams; then the backend keeps the order of issue. */
 static void fsdpi_plan_see_comm(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     if (line->comm < 0) return;
     fsdpi_plan_touch now = {line->stream, v->line, v->call, 1},
@@ -439,7 +439,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     v->out->ops++;
     v->now[actor].at[actor]++;
     fsdpi_plan_see_comm(v, line);
-    // The other members have records of their own for it.
+    // The other members have ops of their own for it.
     fsdpi_plan_region *dst_events = fsdpi_plan_events_of(v, m->unit, m->dst);
     fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
     if (dst_events) dst_events->avail.is_set = 0;
@@ -462,7 +462,8 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     if (dst_events) fsdpi_plan_set_mark(v, actor, &dst_events->ready);
 }
 
-// A call begins, or ends. What the caller read before a post_* call it may not read after it.
+// Handles the beginning or end of a call. After a post_* call the caller may not read what it read
+// before.
 static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     const fsdpi_plan_call *call = &v->l->calls[v->call];
     int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
@@ -476,7 +477,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
             fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
                              FSDPI_PLAN_NONE);
         if (posts && u >= 0) v->opened[u] = 0;
-        if (posts && slot >= 0 && v->slots[slot].full > !reads) // else only what was waited for
+        if (posts && slot >= 0 && v->slots[slot].full > !reads) // else only waited-for ones
             fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
         int writes = call->call == FSDP_CALL_POST_BACKWARD && fsdpi_plan_has_grads(v, u),
             grads = u >= 0 && writes ? v->written[u] : -1;
@@ -508,8 +509,8 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     }
 }
 
-/* A slot that outlasts steps: a step of another kind comes between, which fills what units bring
-   along to this one, and reduces and gives back what they hold after it. */
+/* Models steps of other variants between two steps: they fill the slots that units hold at the
+   beginning of this one, and reduce and release those held at its end. */
 static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->ready);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->avail);
@@ -518,14 +519,14 @@ static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
     r->grads = FSDPI_PLAN_TAKEN;
 }
 
-/* The core's finalize: COMPUTE waits for shards, their gradients, and gathers that nobody has
-   waited for (those that go on: in fsdp_params_writable); then the caller writes shards. */
+/* Models the core's finalize: COMPUTE waits for shards, their gradients, and gathers without a
+   wait (outstanding ones: in fsdp_params_writable). Then the caller writes shards. */
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
-    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // hooks may have written them
     for (int i = 0; i < l->num_slots; i++)
         if (v->slots[i].held && v->slots[i].full == 1)
             fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
@@ -547,7 +548,7 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
         if (l->slots[i].offset >= 0 && l->slots[i].pool != FSDP_POOL_GATHER)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "held when the step ends, by", v->slots[i].unit,
                              i);
-        // Finalize frees what a unit that is open to the end has.
+        // Finalize frees the slots of a unit that is open to the end.
         fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
         fsdpi_plan_line line;
         memset(&line, 0, sizeof line);
@@ -578,13 +579,13 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
     if (!v->out->refuted) fsdpi_plan_see_end(v);
 }
 
-// Bytes of an op beside its elements, and beside the slots in which they have to be.
+// Checks an op's byte count against its element count and against the size of its slots.
 static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     const fsdpi_plan_listing *l = v->l;
     const fsdpi_plan_member *m = &l->members[line->members];
     uint64_t part = line->count * fsdp_dtype_size(line->dtype), room[2] = {0, 0};
     uint64_t size = (uint64_t)l->shards, replicas = (uint64_t)l->replicas, whole = part;
-    int known[2] = {1, 1}, all = 1; // all bytes of the slots are in slots
+    int known[2] = {1, 1}, all = 1; // all: 1: the numbers agree
     for (int i = 0; i < line->num_members; i++)
         for (int k = 0; k < 2; k++) {
             int place = k ? m[i].dst : m[i].src;
@@ -595,7 +596,7 @@ static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line
     case FSDP_OP_COPY: all = line->bytes == line->count * fsdp_dtype_size(line->out_dtype); break;
     case FSDP_OP_ZERO: all = line->bytes == part; break;
     case FSDP_OP_ALL_GATHER:
-    case FSDP_OP_REDUCE_SCATTER: // of a group that is the shards', or a part of them
+    case FSDP_OP_REDUCE_SCATTER: // the group shards the unit, or is a part of that group
         whole = line->bytes + part;
         all = part > 0 && whole % part == 0 && size % (whole / part) == 0;
         break;
@@ -615,9 +616,9 @@ static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line
                          FSDPI_PLAN_NONE);
 }
 
-/* A plan has no more collectives than calls have, and gathers no more bytes. Reductions that are
-   joined may read more bytes: gradients that wait are in reduce_dtype, those that do not may be
-   sent in the dtype of the parameters. */
+/* Checks that a plan has no more collectives than the eager step, and gathers no more bytes.
+   Bucketed reductions may read more bytes: waiting gradients are in reduce_dtype, others may be
+   sent in the parameters' dtype. */
 static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     if (l->gathers[1] <= l->gathers[0] && l->reductions[1] <= l->reductions[0] &&
@@ -632,7 +633,7 @@ static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
     fsdpi_plan_refuted(v, FSDP_PROOF_USE);
 }
 
-// The numbers of the head are those of the lines.
+// Checks that the numbers in the head are those of the lines.
 static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     int gathers = 0, reductions = 0, replicas = 0, ops = 0;
@@ -669,8 +670,8 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }
 
-/* One program, which every rank runs: three times, so that what the end of a step leaves to the
-   next one is looked at, too. m NULL: a text's. */
+/* Proves one program, which every rank runs: three times, so that effects of a step's end on the
+   next one are checked. m NULL: the listing is from a text. */
 static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l,
                                         fsdp_plan_proof *out) {
     fsdpi_plan_prover v;

@@ -20,25 +20,26 @@
 #include "memory.h"
 #include "objects.h"
 
-// Writes into a record of a tape what differs from step to step.
+// Sets the fields of a tape's op that differ from step to step.
 static inline void fsdpi_plan_renew(const fsdp_model *m, fsdp_op *op) {
     op->timed = 0;
     op->step = m->step;
     op->given = m->agreed_hash;
-    if (!fsdpi_plan_bits(op->factor)) return; // most have none
+    if (!fsdpi_plan_bits(op->factor)) return; // most ops have no factor
     op->factor = op->unit->facts.divide_factor;
     if (op->share != 0) op->scale = op->share / op->factor;
-    if (op->comm && op->what == op->unit->desc.name) // a joined one has a name of its own
+    if (op->comm && op->what == op->unit->desc.name) // a bucketed op has its own name
         fsdpi_set_compared(op->unit, op->agree[FSDP_AGREE_ACCUMULATE], op);
 }
 
-// A replay reduces as if all parameters were used. If one has no gradient, its hook is not called.
+// Returns 1 for the hook of a parameter without gradient, which is not called. A replay reduces as
+// if all parameters were used.
 static inline int fsdpi_plan_is_unused_hook(const fsdp_op *op) {
     const int has = FSDPI_USE_USED | FSDPI_USE_REDUCED;
     return op->label == FSDP_LABEL_GRAD_HOOK && !(*fsdpi_use(op->unit, op->root) & has);
 }
 
-// Writes into a joined reduction which parameters of its units are used.
+// Sets which parameters of its units are used in a bucketed reduction.
 static void fsdpi_plan_agree_joined(const fsdp_plan *p, const fsdpi_plan_tape *t,
                                     const fsdpi_plan_group *joined) {
     fsdp_op *op = &t->ops[joined->op], one = *op;
@@ -55,8 +56,8 @@ static void fsdpi_plan_agree_joined(const fsdp_plan *p, const fsdpi_plan_tape *t
     }
 }
 
-// Inline, and without an extension that sees records: no event orders them, and a marker only says
-// which slot a unit holds.
+// Emits ops in inline mode without an extension that receives ops: no event orders them, and a
+// marker only says which slot a unit holds.
 static fsdp_status fsdpi_plan_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
     fsdp_status status = fsdpi_failed(m->world);
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
@@ -75,8 +76,8 @@ static fsdp_status fsdpi_plan_emit_alone(fsdp_model *m, fsdp_op *ops, int count)
     return status;
 }
 
-/* Emits records of a tape. They take the same door as those of hooks (fsdpi_emit), and nothing is
-   checked again. They must not change until they have run: lanes read their lists. */
+/* Emits ops of a tape, as hooks do (fsdpi_emit), without further checks. The ops must not change
+   until they have run: worker threads read their lists. */
 static fsdp_status fsdpi_plan_emit(fsdp_model *m, fsdp_op *ops, int count) {
     if (m->world->mode == FSDP_RUN_INLINE && !(m->listeners & FSDPI_LISTEN_RECORDS))
         return fsdpi_plan_emit_alone(m, ops, count);
@@ -93,7 +94,7 @@ static fsdp_status fsdpi_plan_emit(fsdp_model *m, fsdp_op *ops, int count) {
     return status;
 }
 
-// Reduces the gradients of a unit that wait since an earlier post_backward, as finalize would.
+// Reduces the unreduced gradients of an earlier post_backward, as finalize would.
 static fsdp_status fsdpi_plan_reduce_waiting(fsdp_unit *u) {
     FSDPI_TRY(fsdpi_failed(u->model->world));
     FSDPI_GUARD(fsdpi_open_unit(u));

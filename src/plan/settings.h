@@ -14,8 +14,8 @@
 #include "../core/unit.h"
 #include "memory.h"
 
-// The options `o` of a unit, and those of its parameters, as a number. A hook counts as whether
-// there is one.
+// Returns a hash of the options `o` of a unit, and those of its parameters. Of a hook, only its
+// presence counts.
 static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *o) {
     uint64_t h = fsdpi_hash(1, (uint64_t)u->desc.index);
 #define FSDP_X(type, name, initial) fsdpi_mix(&h, fsdpi_plan_bits((double)o->name));
@@ -36,7 +36,8 @@ static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *
     return h;
 }
 
-// The options of a model and of its units: a sum, which the model keeps until an option changes.
+// Returns the sum of hashes over the options of a model and its units. The model keeps it until an
+// option changes.
 static FSDPI_NOINLINE uint64_t fsdpi_plan_add_settings(fsdp_model *m) {
     int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
     uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
@@ -45,14 +46,14 @@ static FSDPI_NOINLINE uint64_t fsdpi_plan_add_settings(fsdp_model *m) {
     return m->settings = sum;
 }
 
-// The same number as before: the options are the same as before.
+// Returns a number that changes whenever an option does.
 static inline uint64_t fsdpi_plan_settings(fsdp_model *m) {
     return m->settings ? m->settings : fsdpi_plan_add_settings(m);
 }
 
-/* The settings, with two facts in place of each gradient divide factor, since a replay renews the
-   factor itself: whether gradients are written into the shard gradient, and the first unit that has
-   the same factor. */
+/* Returns a hash of the settings, with two facts in place of each gradient divide factor, since
+   a replay renews the factor: whether gradients are written into the shard gradient, and the
+   first unit with an equal factor. */
 static uint64_t fsdpi_plan_options(fsdp_model *m) {
     uint64_t kind = fsdpi_plan_settings(m);
     for (int i = 0; i < m->num_units; i++) {

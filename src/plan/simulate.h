@@ -14,18 +14,18 @@
 
 #include <string.h>
 
-// Owns: clocks. An op begins when the host has issued it, its stream is free, what it waits for is
-// done, and for a collective its group is free. The core's rule says what it waits for: here an
-// event is a time in nanoseconds, plus 1, as 0 is no event. Times are whole numbers, so that all
-// ranks get the same ones. Inline the host does all work itself; with lanes it is COMPUTE.
+// Clocks. An op begins when the host has issued it, its stream is free, the events that it waits
+// for have happened and, for a collective, its group is free. The core's rule gives those events:
+// here an event is a time in nanoseconds, plus 1, as 0 is no event. Times are integers, so that all
+// ranks get equal ones. In inline mode the host does all work; with worker threads it is COMPUTE.
 
 typedef struct fsdpi_plan_clocks {
     const fsdpi_plan_listing *l;
     const fsdp_plan_cost *cost;
     fsdp_plan_times *out;
     int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
-    fsdp_buf *bufs; // [fsdpi_plan_events] of which only events are used
-    int64_t waited; // by the caller in this call
+    fsdp_buf *bufs; // [fsdpi_plan_events]; only their events are used
+    int64_t waited; // ns that the caller has waited in this call
     int64_t first_gather, last_reduction;
 } fsdpi_plan_clocks;
 
@@ -35,7 +35,8 @@ static int64_t fsdpi_plan_duration(double latency, uint64_t bytes, double rate) 
     return (int64_t)(latency + (rate > 0 ? (double)bytes / rate : 0) + 0.5);
 }
 
-// Of a collective its full side: what it reads from others, and this rank's own part.
+// Returns the time of a collective, from its full side: the bytes from others, and this rank's own
+// part.
 static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *line) {
     uint64_t part = line->count * fsdp_dtype_size(line->dtype);
     switch (line->kind) {
@@ -53,14 +54,14 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
     }
 }
 
-// The clock of a stream: inline, and for COMPUTE with lanes, the host's.
+// Returns the clock of a stream: the host's in inline mode, and for COMPUTE with worker threads.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
     int is_host = k->l->mode == FSDP_RUN_INLINE ||
                   (k->l->mode == FSDP_RUN_LANES && stream == FSDP_STREAM_COMPUTE);
     return is_host ? &k->host : &k->stream[stream];
 }
 
-// What has the events of a place; NULL: it has none.
+// Returns the buffer whose events belong to a place; NULL: none.
 static fsdp_buf *fsdpi_plan_buf_at(const fsdpi_plan_clocks *k, int unit, int place) {
     int event = fsdpi_plan_event_of(k->l, unit, place);
     return event >= 0 ? &k->bufs[event] : NULL;
@@ -110,7 +111,7 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
         if (line->kind == FSDP_OP_ALL_GATHER && !k->first_gather) k->first_gather = takes;
         if (line->kind != FSDP_OP_ALL_GATHER) k->last_reduction = takes;
     }
-    // The caller waits: for what another stream does, and inline for the collective itself.
+    // The caller waits for another stream's work and, in inline mode, for the collective itself.
     if (line->kind == FSDP_OP_WAIT && line->stream == FSDP_STREAM_COMPUTE)
         k->waited += begin - free_at;
     if (k->l->mode == FSDP_RUN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
@@ -183,7 +184,7 @@ static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c)
                      "num_compute numbers are not at compute_ns");
 }
 
-// The plan's own costs, with their list of the caller's work. cost: checked, or NULL.
+// Copies the costs into the plan, with their list of the caller's work. cost: checked, or NULL.
 static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost) {
     if (!cost) return FSDP_OK;
     size_t bytes = (size_t)cost->num_compute * sizeof *cost->compute_ns;
@@ -196,13 +197,14 @@ static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost
     return FSDP_OK;
 }
 
-// Time and number of collectives of a kind that has a tape and places, under the plan's costs.
+// Computes time and number of collectives of a variant that has a tape and places, under the plan's
+// costs.
 static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_variant *k, int64_t *takes,
                                         int64_t *collectives) {
     fsdpi_plan_listing l;
     fsdp_plan_times times;
     memset(&l, 0, sizeof l);
-    l.slots = k->listing.slots; // of the kind
+    l.slots = k->listing.slots; // the variant's
     l.num_slots = k->listing.num_slots;
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &l);
     if (!status) status = fsdpi_plan_time(p->model, &l, &p->cost, &times);

@@ -1,4 +1,4 @@
-/* plan/snapshot.h - what a step changes, saved and restored: rehearsals, states of units
+/* plan/snapshot.h - what a step changes, saved and restored: dry runs, states of units
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -22,15 +22,15 @@
 
 #include <string.h>
 
-// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
-// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// The list of all that a step changes, and options. One walk measures, saves and restores, so that
+// the three cannot differ. It does not contain gathered parameters, gradients and shards.
 
 enum { FSDPI_SAVE, FSDPI_RESTORE };
 
 typedef struct fsdpi_walk {
     char *buf;
-    size_t cap, used; // what does not fit is only counted
-    int way;          // FSDPI_SAVE, FSDPI_RESTORE
+    size_t cap, used; // bytes that do not fit are only counted
+    int way;          // FSDPI_SAVE or FSDPI_RESTORE
 } fsdpi_walk;
 
 static void fsdpi_walk_bytes(fsdpi_walk *w, void *field, size_t size) {
@@ -108,16 +108,16 @@ static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
 
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_RESTORE};
-    fsdpi_drain(m->world); // worker threads may still run records
+    fsdpi_drain(m->world); // worker threads may still be running ops
     fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
     fsdpi_hold_slots(m, 1);
 }
 
-/* A rehearsal. `run` makes calls of a step, hooks or fsdp_unshard and the like, and may restore
-   units to earlier states. Only `extension` is asked: its `op` sees the records, of which none
-   runs, and its `buffer` gives every slot. Afterwards the model is as before, options included. A
-   call whose effect would stay fails. */
+/* Runs calls of a step as a dry run. `run` makes hooks, fsdp_unshard and similar calls, and may
+   restore units to earlier states. Only `extension` is attached: its `op` receives the ops, none
+   of which runs, and its `buffer` supplies every slot. Afterwards the model is as before,
+   options included. A call with a lasting effect fails. */
 static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *extension,
                                       fsdp_status (*run)(void *user), void *user) {
     fsdpi_attached only = {*extension, NULL}, *others = m->attached;
@@ -128,7 +128,7 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     char *saved = (char *)fsdpi_model_alloc(m, size);
     if (!saved) return fsdpi_no_memory(m->world, "rehearse", "", size);
     (void)fsdpi_model_save(m, saved, size);
-    fsdpi_drain(m->world); // so that the others are told of records under way
+    fsdpi_drain(m->world); // other extensions must first get all outstanding ops
     m->attached = &only;
     m->offered_to = NULL;
     m->dry_run++;
@@ -144,13 +144,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: fsdpi_plan_saved, the state of one unit.
+// fsdpi_plan_saved, the state of one unit.
 
-/* Equal states with the same slots have equal bytes. A shard gradient that is zero since it was
-   made counts as one without contents: so a unit that no step has reduced makes no other kind. A
-   saved state is not in the record of forwards, which is that of one step. */
+/* Saves a unit's state. Equal states with equal slots have equal bytes. A shard gradient that
+   has been zero since it was made counts as empty: so a unit that no step has reduced makes no
+   other variant. The record of forwards is not saved, since it belongs to one step. */
 static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
-    memcpy(&out->state, &u->state, sizeof out->state); // padding, too
+    memcpy(&out->state, &u->state, sizeof out->state); // padding too
     if (out->state.shard_grad == FSDPI_SHARD_GRAD_ZERO)
         out->state.shard_grad = FSDPI_SHARD_GRAD_NONE;
     out->state.last_order = -1;
@@ -161,13 +161,13 @@ static void fsdpi_plan_save_unit(const fsdp_unit *u, fsdpi_plan_saved *out) {
     }
 }
 
-// Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
+// Returns the bytes of a prefetched unit's slot, which count towards prefetch_bytes.
 static int64_t fsdpi_plan_ahead_bytes(const fsdpi_state *s) {
     return s->ahead ? (int64_t)s->slot[FSDP_POOL_GATHER]->bytes : 0;
 }
 
-/* Puts a unit into a saved state, with its slots. The records that lead there are emitted in the
-   same call. A state of backward begins the model's backward, as the call would. */
+/* Puts a unit into a saved state, with its slots. The ops that lead there are emitted in the
+   same call. A backward state begins the model's backward, as the call would. */
 static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved) {
     fsdp_model *m = u->model;
     fsdpi_state *s = &u->state;
@@ -178,7 +178,7 @@ static void fsdpi_plan_restore_unit(fsdp_unit *u, const fsdpi_plan_saved *saved)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         if (s->slot[pool]) fsdpi_hold(m, s->slot[pool]);
-    // Marks of use are not saved: they follow where the gradients are. In a rehearsal all are used.
+    // Marks of use are not saved: they follow from the gradients. In a dry run all are used.
     const int waits = fsdpi_held(u) & FSDPI_HELD_SLOTS;
     if (s->training == FSDP_STATE_PRE_BACKWARD || (m->dry_run && waits)) fsdpi_usage_begin(u);
     else if (!waits) fsdpi_usage_reduced(u);

@@ -1,4 +1,4 @@
-/* plan/tape.h - rehearsals: from a program and decisions to records and states
+/* plan/tape.h - dry runs: from a program and decisions to ops and states
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -16,9 +16,9 @@
 
 #include <string.h>
 
-// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What the plan
-// decides, the rehearsal does there by public calls. So a program could reach every state of a
-// replay itself, and can leave the plan at any call.
+// Makes fsdpi_plan_tape. A dry run of the program goes through the core's own rows. The decisions
+// of the plan are executed there by public calls. So a program could reach every state of a replay
+// itself, and can leave the plan at any call.
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
@@ -66,19 +66,19 @@ static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_u
     FSDPI_TRY(fsdpi_plan_grow(p->model, (void **)&t->states, t->num_states, &t->cap_states,
                               sizeof *t->states));
     t->states[t->num_states].unit = unit;
-    memcpy(&t->states[t->num_states++].saved, saved, sizeof *saved); // padding, too
+    memcpy(&t->states[t->num_states++].saved, saved, sizeof *saved); // padding too
     return FSDP_OK;
 }
 
 static int fsdpi_plan_index(const fsdp_unit *unit) { return unit ? unit->desc.index : -1; }
 
-// Bytes of the slots of one pool that a unit takes; 0: it takes none.
+// Returns the bytes of the slots of one pool that a unit takes; 0: none.
 static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
     int slots = unit->layout.classes[pool];
     return slots < 0 ? 0 : (int64_t)unit->model->classes[slots].bytes;
 }
 
-static int fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
+static int fsdpi_plan_holds(const fsdp_unit *unit) { // any slot
     int holds = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)
         holds |= unit->state.slot[pool] != NULL;
@@ -94,34 +94,34 @@ static void fsdpi_plan_restore_all(const fsdp_plan *p, const fsdpi_plan_saved *s
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The rehearsal.
+// The dry run.
 
 typedef struct fsdpi_plan_lowering {
     fsdp_plan *plan;
     fsdpi_plan_tape *tape;
     const fsdpi_plan_variant *kind;
-    const fsdpi_plan_decisions *choice; // NULL: by calls
-    fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
+    const fsdpi_plan_decisions *choice; // NULL: eager
+    fsdp_buf *const *bufs;           // [uses]; NULL: buffers without memory
     int num_bufs;
     fsdp_status status;
-    int quiet;              // records are not looked at
-    int call;               // that is made
-    int own;                // the call whose own work is under way; -1
-    int lasts;              // units hold slots after finalize
-    int64_t next;           // where the next buffer without memory lies
-    fsdpi_plan_saved *last; // [units] their states after the call before
-    uint8_t *seen;          // [units] the same in outline; 0: there was a record or an act
-    int32_t *acts;          // [num_acts][2] where the records of each act begin and end
+    int quiet;              // 1: ops are not noted
+    int call;               // index of the current call
+    int own;                // the call whose own work is running; -1
+    int lasts;              // 1: units hold slots after finalize
+    int64_t next;           // address of the next buffer without memory
+    fsdpi_plan_saved *last; // [units] their states after the previous call
+    uint8_t *seen;          // [units] outlines of these; 0: an op or an act since
+    int32_t *acts;          // [num_acts][2] where the ops of each act begin and end
 } fsdpi_plan_lowering;
 
-// The use that has a buffer now: the last one that took it.
+// Returns the use that has a buffer now: the last one that acquired it.
 static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
     int i = buf ? t->num_uses - 1 : -1;
     while (i >= 0 && t->bufs[i] != buf) i--;
     return i;
 }
 
-// `buffer` of a rehearsal: a slot for each use, in the order of acquiring.
+// `buffer` in the dry run: returns a slot for each use, in the order of acquiring.
 static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                                        fsdp_buf *released) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
@@ -153,14 +153,14 @@ static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit 
     return buf;
 }
 
-// The training and storage state of a unit in one number, not 0. After a call only those units are
-// saved and compared that were called, had a record or an act, or have another outline.
+// Returns the training and storage state of a unit as one number, not 0. After a call only those
+// units are saved and compared that were called, had an op or an act, or have another outline.
 static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     const int state = (int)fsdp_unit_state(unit), storage = (int)fsdp_unit_storage(unit);
     return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
 }
 
-// `op` of a rehearsal.
+// `op` in the dry run: notes an op.
 static int fsdpi_plan_lower_op(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called
@@ -181,7 +181,7 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
     return calls[call](unit);
 }
 
-// Notes the state of a unit if it is another one than after the call before.
+// Notes the state of a unit if it has changed since the previous call.
 static fsdp_status fsdpi_plan_note(fsdpi_plan_lowering *s, int unit) {
     fsdp_plan *p = s->plan;
     fsdpi_plan_saved *last = &s->last[unit], now;
@@ -192,7 +192,7 @@ static fsdp_status fsdpi_plan_note(fsdpi_plan_lowering *s, int unit) {
     return fsdpi_plan_add_state(p, s->tape, p->units[unit], &now);
 }
 
-// Checks at the end that no state has changed which fsdpi_plan_lower_calls has not noted.
+// Checks at the end that fsdpi_plan_lower_calls has noted every state change.
 static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_lowering *s) {
     const fsdp_plan *p = s->plan;
     fsdpi_plan_saved now;
@@ -210,7 +210,7 @@ static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
     return act->what != FSDPI_PLAN_GATHER || act->late;
 }
 
-// Does the acts of a call: those before its own work, or those after it (late).
+// Runs the acts of a call: those before its own work, or those after it (late).
 static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_lowering *s, int call, int *at, int late) {
     const fsdpi_plan_decisions *c = s->choice;
     fsdp_status status = FSDP_OK;
@@ -230,7 +230,7 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_lowering *s, int call, int *at,
     return status;
 }
 
-// Sets options so that hooks of managed units neither gather ahead nor free.
+// Sets options so that hooks of managed units neither prefetch nor free.
 static fsdp_status fsdpi_plan_manage(fsdpi_plan_lowering *s) {
     fsdp_plan *p = s->plan;
     fsdp_status status = FSDP_OK;
@@ -247,7 +247,7 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_lowering *s) {
     return status;
 }
 
-// The calls of a rehearsal.
+// Makes the calls of the dry run.
 static fsdp_status fsdpi_plan_lower_calls(void *user) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     fsdp_plan *p = s->plan;
@@ -255,8 +255,8 @@ static fsdp_status fsdpi_plan_lower_calls(void *user) {
     fsdpi_plan_tape *t = s->tape;
     fsdp_status status = FSDP_OK;
     int at = 0;
-    // The tape depends on options and `begin` only, neither on the slots that units hold now nor
-    // on forwards of earlier steps. So the tape of a later rehearsal takes the same slots.
+    // The tape depends only on options and `begin`, not on the slots that units hold now or on
+    // forwards of earlier steps. So a later dry run takes the same slots.
     fsdpi_hold_slots(p->model, 0);
     p->model->num_order = 0;
     fsdpi_plan_restore_all(p, k->begin);
@@ -293,8 +293,7 @@ static fsdp_status fsdpi_plan_lower_calls(void *user) {
     return s->status ? s->status : status;
 }
 
-// Slots that units hold when a rehearsal ends, or fails, are free again. Returns whether there were
-// some.
+// Releases slots that units hold when a dry run ends or fails. Returns 1 if there were any.
 static int fsdpi_plan_give_back(const fsdpi_plan_lowering *s) {
     int held = 0;
     for (int i = 0; i < s->tape->num_uses; i++) {
@@ -310,7 +309,7 @@ static fsdp_status fsdpi_plan_lower_all(void *user) {
     return status;
 }
 
-// choice NULL: by calls. bufs NULL: without memory.
+// Sets up a lowering. choice NULL: eager. bufs NULL: without memory.
 static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_plan_tape *tape,
                                     const fsdpi_plan_variant *kind,
                                     const fsdpi_plan_decisions *choice, fsdp_buf *const *bufs,
@@ -327,7 +326,7 @@ static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_
     s->own = -1;
 }
 
-/* Runs the program through the core's rows, with the decisions of a choice or by calls. bufs: the
+/* Runs the program through the core's rows, with a choice's decisions or eagerly. bufs: the
    slots of uses, in order. NULL: buffers without memory, which are destroyed at the end. */
 static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;

@@ -15,10 +15,10 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the format, which docs/plan.md describes. One statement per line, fields with one blank
-// between them; nothing in it differs between ranks.
+// Prints the format that docs/plan.md describes: one statement per line, fields with one blank
+// between them. All ranks print equal text.
 
-// Where text goes: into a buffer as far as it has room, into a hash, or both.
+// The destination of text: a buffer as far as it fits, a hash, or both.
 typedef struct fsdpi_plan_out {
     char *buf;
     size_t cap, used;
@@ -79,11 +79,11 @@ static const char *const fsdpi_plan_reasons[FSDPI_PLAN_WHY_COUNT] = {
 #undef FSDP_X
 };
 static const char *const fsdpi_plan_readings[4] = {"none", "forward", "backward", "both"};
-// Short, and without blanks.
+// Short names without blanks.
 static const char *const fsdpi_plan_pools[] = {"shard", "sgrad", "gather", "slice",
                                                "grad",  "rin",   "rout"};
 
-// The label NONE has no text.
+// Returns the text of a label. NONE has no text.
 static const char *fsdpi_plan_label(int label) {
     const char *name = fsdp_label_name(label);
     return *name ? name : "none";
@@ -94,7 +94,7 @@ static void fsdpi_plan_put_place(fsdpi_plan_out *o, int place) {
     else fsdpi_plan_put(o, " slot %d", place);
 }
 
-// Acts of a call that are joined stand in one line; returns the next one.
+// Prints one act, or the acts of a call that share a bucket. Returns the index of the next one.
 static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int i) {
     const fsdpi_plan_act *acts = l->choice.acts, *first = &acts[i];
     fsdpi_plan_put(o, "  %s%s", fsdpi_plan_words[first->what],
@@ -215,7 +215,7 @@ static uint64_t fsdpi_plan_text_hash(const fsdpi_plan_listing *l) {
     return o.hash ? o.hash : 1;
 }
 
-// Of one call: its text.
+// Returns the hash of one call's text.
 static uint64_t fsdpi_plan_call_hash(const fsdpi_plan_listing *l, int call) {
     fsdpi_plan_out o = {NULL, 0, 0, 0xCBF29CE484222325u};
     int act = 0, line = 0;
@@ -225,7 +225,7 @@ static uint64_t fsdpi_plan_call_hash(const fsdpi_plan_listing *l, int call) {
     return o.hash;
 }
 
-// A call in one line, for an error's text.
+// Prints a call in one line, for an error text.
 static void fsdpi_plan_call_words(const fsdpi_plan_listing *l, int call, char *buf, size_t cap) {
     fsdpi_plan_out o = {buf, cap, 0, 0};
     int act = 0, line = 0;

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-// Owns: boxes. Source: torch/distributed/checkpoint/resharding.py.
+// Copies between boxes. Source: torch/distributed/checkpoint/resharding.py.
 
 #define FSDPI_ST_MOST ((int64_t)1 << 62) // sizes, places, elements
 
@@ -20,7 +20,7 @@ static int fsdpi_box_possible(int ndim, const int64_t *start, const int64_t *sha
             shape[d] > FSDPI_ST_MOST - start[d])
             return 0;
     for (int d = 0; d < ndim; d++)
-        if (!shape[d]) return 1; // no element, however long other dims are
+        if (!shape[d]) return 1; // no elements, however long other dims are
     for (int d = 0; d < ndim; d++) {
         if (numel > FSDPI_ST_MOST / shape[d]) return 0;
         numel *= shape[d];
@@ -55,7 +55,7 @@ FSDP_API void fsdp_box_begin(int ndim, const int64_t *src_start, const int64_t *
             out->size[d] = size[d], out->src_step[d] = src_step, out->dst_step[d] = dst_step;
             if (d + 1 > out->outer) out->outer = d + 1;
         }
-        // Runs of this dim touch each other if both boxes have no more than what they share.
+        // Runs of this dim are contiguous if both boxes contain only the elements that they share.
         together &= size[d] == src_shape[d] && size[d] == dst_shape[d];
         out->src += src[d] * src_step;
         out->dst += dst[d] * dst_step;

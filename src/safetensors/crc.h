@@ -12,9 +12,9 @@
 #if defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h> // __crc32cd, __crc32cb
 #endif
-// Owns: CRC-32C. Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
+// CRC-32C. Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
 
-// Entry i of a table is the sum of the entries of its bits: 8 numbers define a table.
+// Entry i of a table is the XOR of the entries of its bits: 8 numbers define a table.
 #define FSDPI_CRC_1(i, a, b, c, d, e, f, g, h)                                                     \
     ((i)&1 ? a : 0u) ^ ((i)&2 ? b : 0u) ^ ((i)&4 ? c : 0u) ^ ((i)&8 ? d : 0u) ^                    \
         ((i)&16 ? e : 0u) ^ ((i)&32 ? f : 0u) ^ ((i)&64 ? g : 0u) ^ ((i)&128 ? h : 0u)
@@ -33,7 +33,7 @@
             FSDPI_CRC_64(128, __VA_ARGS__), FSDPI_CRC_64(192, __VA_ARGS__)                         \
     }
 
-// [k][i]: the CRC, without its inversions, of byte i and k bytes of 0 after it.
+// [k][i]: CRC of byte i followed by k zero bytes, without the inversions.
 static const uint32_t fsdpi_crc_tables[8][256] = {
     FSDPI_CRC_256(0xF26B8303u, 0xE13B70F7u, 0xC79A971Fu, 0x8AD958CFu, 0x105EC76Fu, 0x20BD8EDEu,
                   0x417B1DBCu, 0x82F63B78u),
@@ -69,7 +69,7 @@ static uint32_t fsdpi_crc_by_table(uint32_t crc, const unsigned char *p, int64_t
     return crc;
 }
 
-// nvcc does not know how gcc names instructions.
+// nvcc does not accept gcc's names of instructions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define FSDPI_CRC_TARGET __attribute__((target("sse4.2")))
 FSDPI_CRC_TARGET static inline uint32_t fsdpi_crc_8(uint32_t crc, const unsigned char *p) {
@@ -97,7 +97,7 @@ static int fsdpi_crc_has_instruction(void) { return 0; }
 
 #ifdef FSDPI_CRC_TARGET
 enum { FSDPI_CRC_LANE = 4096 };
-// Entry i: the CRC, without its inversions, of bit i and FSDPI_CRC_LANE bytes of 0 after it.
+// Entry i: CRC of bit i followed by FSDPI_CRC_LANE zero bytes, without the inversions.
 static const uint32_t fsdpi_crc_lane[32] = {
     0xC2A5B65Eu, 0x80A71A4Du, 0x04A2426Bu, 0x094484D6u, 0x128909ACu, 0x25121358u, 0x4A2426B0u,
     0x94484D60u, 0x2D7CEC31u, 0x5AF9D862u, 0xB5F3B0C4u, 0x6E0B1779u, 0xDC162EF2u, 0xBDC02B15u,
@@ -110,8 +110,8 @@ static uint32_t fsdpi_crc_behind_lane(uint32_t crc) {
     for (int i = 0; i < 32; i++) moved ^= fsdpi_crc_lane[i] & (0u - (crc >> i & 1));
     return moved;
 }
-// An instruction needs the result of the one before it, and a core can run three at once. So three
-// lanes of bytes, one after another in memory, are read side by side.
+// Each instruction needs the result of the one before it, and a core can run three at once. So
+// three lanes of bytes, adjacent in memory, are read in parallel.
 FSDPI_CRC_TARGET static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const unsigned char *p,
                                                           int64_t n) {
     for (; n >= 3 * FSDPI_CRC_LANE; n -= 3 * FSDPI_CRC_LANE, p += 3 * FSDPI_CRC_LANE) {

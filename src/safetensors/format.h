@@ -9,13 +9,13 @@
 
 #include <string.h>
 
-// Owns: dtypes, sizes, UTF-8, and texts that are put together.
+// Dtypes, sizes, UTF-8, and an appender of texts.
 
 enum { FSDPI_ST_HEADER = 100000000, FSDPI_ST_NAME = 4096, FSDPI_ST_DEPTH = 127 };
 #define FSDPI_ST_SHARDING "DCP_SHARDING_INFO"
 
-// The format's dtypes with their bits, in its order. A file has the last ones first, so that each
-// tensor is aligned.
+// The format's dtypes with their bits, in its order. A file stores tensors of the last dtypes
+// first, so that each tensor is aligned.
 #define FSDPI_ST_DTYPE_LIST(X)                                                                     \
     X(BOOL, 8, SAFETENSORS_OTHER)                                                                  \
     X(F4, 4, SAFETENSORS_OTHER)                                                                    \
@@ -54,15 +54,15 @@ FSDP_API const char *fsdp_safetensors_dtype_name(int32_t file_dtype) {
     return file_dtype >= 0 && file_dtype < FSDPI_ST_DTYPES ? fsdpi_st_dtypes[file_dtype].name : "?";
 }
 
-// Multiplies *numel by a size. As in the reference, sizes come from left to right: a product that
-// is too large stays too large if a 0 follows. 0: it does not fit 64 bits.
+// Multiplies *numel by a size. Returns 0 if the product exceeds 64 bits. As in the reference, sizes
+// are multiplied from left to right: an overflow fails even if a later size is 0.
 static int fsdpi_st_numel(uint64_t *numel, uint64_t size) {
     if (size && *numel > UINT64_MAX / size) return 0;
     *numel *= size;
     return 1;
 }
 
-// Bytes of the UTF-8 character at s, which has n > 0 bytes; 0: it is no character.
+// Returns the bytes of the UTF-8 character at s, or 0 if it is invalid. Requires n > 0 bytes at s.
 static int fsdpi_st_character(const unsigned char *s, int64_t n) {
     int size = s[0] >= 0xF0 ? 4 : s[0] >= 0xE0 ? 3 : 2;
     if (s[0] < 0x80) return 1;
@@ -76,7 +76,7 @@ static int fsdpi_st_character(const unsigned char *s, int64_t n) {
     return size;
 }
 
-// The number of bytes until the first one that is not UTF-8; n: all are.
+// Returns the number of bytes before the first one that is not UTF-8, or n.
 static int64_t fsdpi_st_utf8(const unsigned char *s, int64_t n) {
     int64_t at = 0;
     for (int size = 1; at < n && size > 0; at += size) size = fsdpi_st_character(s + at, n - at);
@@ -91,7 +91,7 @@ static int fsdpi_st_encode(uint32_t c, char *out) {
     return size;
 }
 
-// A text. It is written as far as there is room, and all of it is measured.
+// A text. Bytes that do not fit are counted, but not written.
 typedef struct fsdpi_st_out {
     char *to;
     int64_t cap, used;
@@ -125,7 +125,7 @@ static void fsdpi_st_put_list(fsdpi_st_out *o, int ndim, const int64_t *list, co
     fsdpi_st_puts(o, ndim > FSDP_MAX_DIMS ? ", ...]" : "]");
 }
 
-// Shows the begin of a text of a file in an error text, without control characters.
+// Appends the beginning of a text from a file to an error text, without control characters.
 static void fsdpi_st_put_shown(fsdpi_st_out *o, const char *s) {
     int n = 0;
     while (n < 64 && s[n]) n++;
@@ -136,7 +136,7 @@ static void fsdpi_st_put_shown(fsdpi_st_out *o, const char *s) {
     if (s[n]) fsdpi_st_puts(o, "...");
 }
 
-// Ends a text in its room of cap + 1 bytes, after a whole character.
+// Terminates a text in its cap + 1 bytes, after a complete character.
 static void fsdpi_st_end(fsdpi_st_out *o) {
     int64_t n = o->used < o->cap ? o->used : o->cap, last = n;
     if (!o->to) return;

@@ -12,23 +12,23 @@
 
 #include <string.h>
 
-// Owns: reading JSON: spaces, strings, integers, members, and values that are skipped. A function
-// returns 1, or 0 after a failure, whose text it has written. No function recurses.
+// Reads JSON: spaces, strings, integers, members, and values to skip. A function returns 1, or 0
+// after a failure, whose text it has written. No function recurses.
 
-typedef struct fsdpi_st_string { // in the text, between its quotes
-    int64_t begin, end, bytes;   // bytes: without escapes
+typedef struct fsdpi_st_string { // its position in the text, between quotes
+    int64_t begin, end, bytes;   // bytes: length once decoded
 } fsdpi_st_string;
 
 typedef struct fsdpi_st_reader {
     const unsigned char *text; // UTF-8
     int64_t size, at;
-    int64_t origin;       // position of the text in the file, for texts of failures
-    const char *inside;   // the begin of texts of failures
-    fsdpi_st_string name; // of the tensor that is read
+    int64_t origin;       // position of the text in the file, for error texts
+    const char *inside;   // beginning of error texts
+    fsdpi_st_string name; // name of the current tensor
     fsdpi_st_out *why;
 } fsdpi_st_reader;
 
-// Values for a failure's text: %a, %b texts of the file; %0 .. %3 numbers; %e dtype and shape.
+// Values for an error text: %a, %b texts of the file; %0 .. %3 numbers; %e dtype and shape.
 typedef struct fsdpi_st_facts {
     const char *a, *b;
     int64_t n[4];
@@ -51,8 +51,8 @@ static int fsdpi_st_hex(const unsigned char *s, int64_t n) {
     return x;
 }
 
-// Decodes the byte or escape at s, which has n > 0 bytes, to out[4]. Returns the number of bytes in
-// out; 0: JSON does not have such an escape. *taken: bytes of s.
+// Decodes the byte or escape at s into out[4]; s has n > 0 bytes. Returns the bytes in out, or 0
+// for an invalid escape. Sets *taken to the bytes of s.
 static int fsdpi_st_decode(const unsigned char *s, int64_t n, char *out, int *taken) {
     static const char letters[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
     *taken = s[0] == '\\' ? 2 : 1;
@@ -70,12 +70,12 @@ static int fsdpi_st_decode(const unsigned char *s, int64_t n, char *out, int *ta
     if ((high & 0xFC00) != 0xD800) return fsdpi_st_encode((uint32_t)high, out);
     int low = n >= 12 && s[6] == '\\' && s[7] == 'u' ? fsdpi_st_hex(s + 8, n - 8) : -1;
     *taken = 12;
-    if (low < 0 || (low & 0xFC00) != 0xDC00) return 0; // half a pair
+    if (low < 0 || (low & 0xFC00) != 0xDC00) return 0; // half of a surrogate pair
     return fsdpi_st_encode(0x10000u + ((uint32_t)(high & 0x3FF) << 10) + (uint32_t)(low & 0x3FF),
                            out);
 }
 
-// Copies the string without its escapes, at most `room` bytes, and a NUL. It may copy in place.
+// Decodes the string into `to`, at most `room` bytes and a NUL. `to` may be the text itself.
 static void fsdpi_st_copy(const fsdpi_st_reader *r, const fsdpi_st_string *s, char *to,
                           int64_t room) {
     int64_t n = 0;
@@ -107,7 +107,7 @@ static void fsdpi_st_put_got(const fsdpi_st_reader *r, fsdpi_st_out *o) {
     fsdpi_st_puts(o, c < 0 ? "the end" : c > 0x20 && c < 0x7F ? shown : byte);
 }
 
-// Writes a failure's text. %p: the position, %g: the character there, %t: the tensor that is read.
+// Writes an error text. %p: the position; %g: the character there; %t: the tensor being read.
 static int fsdpi_st_fail(const fsdpi_st_reader *r, const char *form, fsdpi_st_facts f) {
     fsdpi_st_out *o = r->why;
     char name[72];
@@ -144,7 +144,7 @@ static int fsdpi_st_expected(const fsdpi_st_reader *r, const char *what) {
     return fsdpi_st_fail(r, "at byte %p: expected %a, got %g", fsdpi_st_numbers(what, 0, 0, 0));
 }
 
-// Skips spaces. Returns the next character; -1: the end.
+// Skips spaces. Returns the next character, or -1 at the end.
 static int fsdpi_st_peek(fsdpi_st_reader *r) {
     for (; r->at < r->size; r->at++) {
         int c = r->text[r->at];
@@ -207,10 +207,10 @@ static int fsdpi_st_read_integer(fsdpi_st_reader *r, int64_t *out) {
     return 1;
 }
 
-// A list of integers. Only the first ones are kept.
+// A list of integers. Only the first FSDP_MAX_DIMS are stored.
 typedef struct fsdpi_st_list {
     int64_t count, v[FSDP_MAX_DIMS];
-    uint64_t numel; // their product
+    uint64_t numel; // product of all
     int overflow;
 } fsdpi_st_list;
 
@@ -234,7 +234,8 @@ static int fsdpi_st_read_key(fsdpi_st_reader *r, fsdpi_st_string *key) {
     return fsdpi_st_took(r, ':') || fsdpi_st_expected(r, "':'");
 }
 
-// The next member of an object, after *count members. Returns 1, 0 at its end, -1 for a failure.
+// Reads the next member of an object, after *count members. Returns 1, 0 at the object's end, or -1
+// on failure.
 static int fsdpi_st_read_member(fsdpi_st_reader *r, int64_t *count, fsdpi_st_string *key) {
     if (fsdpi_st_took(r, '}')) return 0;
     if ((*count)++ && !fsdpi_st_took(r, ',')) {
@@ -252,7 +253,7 @@ static int fsdpi_st_skip_digits(fsdpi_st_reader *r) {
 
 static int fsdpi_st_skip_number(fsdpi_st_reader *r) {
     if (r->text[r->at] == '-') r->at++;
-    if (r->at < r->size && r->text[r->at] == '0') r->at++; // nothing but 0 begins with 0
+    if (r->at < r->size && r->text[r->at] == '0') r->at++; // only the number 0 begins with 0
     else if (!fsdpi_st_skip_digits(r)) return 0;
     if (r->at < r->size && r->text[r->at] == '.') {
         r->at++;
@@ -280,9 +281,9 @@ static int fsdpi_st_skip_scalar(fsdpi_st_reader *r) {
     return fsdpi_st_read_word(r, c == 't' ? "true" : c == 'f' ? "false" : "null");
 }
 
-// Skips any value, inside of `level` objects.
+// Skips any value, inside `level` objects.
 static int fsdpi_st_skip(fsdpi_st_reader *r, int level) {
-    char ends[FSDPI_ST_DEPTH]; // the ends of open objects and lists
+    char ends[FSDPI_ST_DEPTH]; // closing characters of open objects and lists
     int depth = 0;
     fsdpi_st_string key;
     for (;;) {

@@ -14,13 +14,13 @@
 
 #include <string.h>
 
-// Owns: the heap sort, of entries or of their indices.
+// A heap sort of entries or of their indices.
 
 typedef int (*fsdpi_st_order)(const fsdp_safetensors_entry *a, const fsdp_safetensors_entry *b);
 
 typedef struct fsdpi_st_sorted {
     fsdp_safetensors_entry *entries;
-    char *index; // NULL, or uint32_t[n] at any address, which is sorted instead of the entries
+    char *index; // NULL, or uint32_t[n] at any address, sorted instead of the entries
     int64_t n;
     fsdpi_st_order before;
 } fsdpi_st_sorted;
@@ -62,7 +62,7 @@ static void fsdpi_st_sift(const fsdpi_st_sorted *s, int64_t at, int64_t n) {
 static void fsdpi_st_sort(const fsdpi_st_sorted *s) {
     int64_t i = 1;
     while (i < s->n && !fsdpi_st_before(s, i, i - 1)) i++;
-    if (i >= s->n) return; // it is sorted, as in most files
+    if (i >= s->n) return; // already sorted, as in most files
     for (i = s->n / 2; i > 0; i--) fsdpi_st_sift(s, i - 1, s->n);
     for (i = s->n - 1; i > 0; i--) {
         fsdpi_st_swap(s, 0, i);
@@ -74,7 +74,7 @@ static int fsdpi_st_by_name(const fsdp_safetensors_entry *a, const fsdp_safetens
     return strcmp(a->name, b->name) < 0;
 }
 
-// At one place, an empty entry comes first; else the order of the header counts.
+// At one offset, an empty entry comes first; otherwise the order of the header counts.
 static int fsdpi_st_by_place(const fsdp_safetensors_entry *a, const fsdp_safetensors_entry *b) {
     if (a->begin != b->begin) return a->begin < b->begin;
     return a->end != b->end ? a->end < b->end : a->name < b->name;
@@ -86,17 +86,17 @@ static int fsdpi_st_by_file(const fsdp_safetensors_entry *a, const fsdp_safetens
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: reading headers. Invariant: the call that measures and the one with room run the same code.
+// Reads headers. Invariant: the call that measures and the one with room run the same code.
 
 typedef struct fsdpi_st_parser {
     fsdpi_st_reader r;
     fsdp_safetensors_entry *entries;
-    char *text; // NULL: it measures
+    char *text; // NULL: only measure
     int64_t data_bytes;
-    int64_t num, names;       // entries, and bytes of their names
-    int metadata;             // how often the header has it
-    int no_room;              // 1: there are entries, and text without room for them
-    fsdpi_st_string sharding; // begin 0: there is none
+    int64_t num, names;       // number of entries; bytes of their names
+    int metadata;             // number of times that the header has it
+    int no_room;              // 1: entries were passed, but their text does not fit
+    fsdpi_st_string sharding; // begin 0: none
     fsdp_safetensors_info *info;
 } fsdpi_st_parser;
 
@@ -295,8 +295,8 @@ static int fsdpi_st_read_box(fsdpi_st_reader *r, fsdp_safetensors_entry *e) {
     return fsdpi_st_check_box(r, e, &lists[0], seen & 2 ? &lists[1] : NULL);
 }
 
-// The sharding info is JSON in a string of the header. It is copied to the caller's room without
-// escapes, and read there, with the names in it.
+// Reads sharding info: JSON in a string of the header. The string is decoded into the caller's
+// text, and read there, together with its names.
 static int fsdpi_st_read_sharding(fsdpi_st_parser *p, const fsdpi_st_sorted *s) {
     char *room = p->text + p->names;
     fsdpi_st_reader r = {(const unsigned char *)room, p->sharding.bytes, 0, 0, "", p->r.name, NULL};
@@ -328,7 +328,7 @@ static int fsdpi_st_read_sharding(fsdpi_st_parser *p, const fsdpi_st_sorted *s) 
     return 1;
 }
 
-// Sorts entries by their bytes, which have to follow one another up to the end.
+// Sorts entries by offset. Fails unless their bytes are contiguous up to the end.
 static int fsdpi_st_check_places(const fsdpi_st_parser *p) {
     fsdpi_st_facts f = fsdpi_st_numbers(NULL, 0, 0, 0);
     int64_t end = 0;
@@ -339,7 +339,7 @@ static int fsdpi_st_check_places(const fsdpi_st_parser *p) {
             f.n[0] = end, f.n[1] = e->begin;
             return fsdpi_st_fail(&p->r, "bytes %0..%1 of the data are in no tensor", f);
         }
-        if (e->begin < end) { // then it is not the first one
+        if (e->begin < end) { // so it is not the first one
             f.a = e[-1].name, f.b = e->name;
             if (end < f.n[1]) f.n[1] = end;
             return fsdpi_st_fail(&p->r, "'%a' and '%b' both take bytes %0..%1", f);

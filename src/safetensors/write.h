@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-// Owns: writing headers.
+// Prints headers.
 
 static int fsdpi_st_escape(char c, char *out) {
     static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";
@@ -31,7 +31,7 @@ static int fsdpi_st_escape(char c, char *out) {
     return 6;
 }
 
-// Puts a string in quotes; `twice`: as a string in a text that is a string itself.
+// Appends a string in quotes; `twice`: escaped for a text that is a string itself.
 static void fsdpi_st_put_string(fsdpi_st_out *o, const char *s, int twice) {
     const char *quote = twice ? "\\\"" : "\"";
     char once[6], again[6];
@@ -45,7 +45,8 @@ static void fsdpi_st_put_string(fsdpi_st_out *o, const char *s, int twice) {
     fsdpi_st_puts(o, quote);
 }
 
-// Has the caller given the shape of the whole? All 0 is a shape only if the box fits such a tensor.
+// Returns 1 if the caller has set the whole shape. All 0 counts only if start and shape are 0 as
+// well.
 static int fsdpi_st_is_told(const fsdp_safetensors_entry *e) {
     int64_t whole = 0, box = 0;
     for (int d = 0; d < e->ndim; d++) whole |= e->whole[d], box |= e->start[d] | e->shape[d];
@@ -57,7 +58,7 @@ static int fsdpi_st_is_text(const char *s) {
     return n >= 0 && fsdpi_st_utf8((const unsigned char *)s, n) == n;
 }
 
-// Checks an entry before it is written, and sets its dtype and its number of bytes.
+// Checks an entry to be written, and sets its dtype and its number of bytes.
 static int fsdpi_st_check_printed(fsdp_safetensors_entry *e, int sharded) {
     uint64_t numel = 1;
     if (!fsdpi_st_is_text(e->name) || !e->name[0] || strlen(e->name) > FSDPI_ST_NAME ||
@@ -157,7 +158,7 @@ FSDP_API int64_t fsdp_safetensors_print(fsdp_safetensors_entry *entries, int64_t
     if (num < 0 || (num && !entries) || !fsdpi_st_check_pairs(keys, values, num_pairs)) return -1;
     for (int64_t i = 0; i < num; i++)
         if (!fsdpi_st_check_printed(&entries[i], sharded)) return -1;
-    fsdpi_st_sort(&s); // equal names become neighbours
+    fsdpi_st_sort(&s); // equal names become adjacent
     for (int64_t i = 1; i < num; i++)
         if (strcmp(entries[i - 1].name, entries[i].name) == 0) return -1;
     s.before = fsdpi_st_by_file;

@@ -15,11 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The analysis of a job's traces. docs/observability.md has the definitions. Each nanosecond of a
-   step is of one part, so that the parts sum up to the step. COMPUTE is the caller's thread; on a
-   device with streams it is that stream. The list of spans has the work and the waits of COMPUTE. A
-   span of a category covers spans of the categories above it in the list, and a wait for late
-   members of a group covers the rest of the same wait. */
+/* The analysis of a job's traces; docs/observability.md has the definitions. Each nanosecond of a step
+   belongs to one category, so that the categories sum up to the step. COMPUTE is the caller's
+   thread, or that stream on a device with streams. The work and the waits of COMPUTE are a list
+   of spans. A span whose category comes later in the list covers those of earlier ones, and a
+   wait for late members of a group covers the rest of the same wait. */
 #define FSDPI_WHY_CATEGORIES(X)                                                                    \
     X(COMPUTE, "compute")  /* covered by nothing */                                                \
     X(CALLS, "rest")       /* host: in a call */                                                   \
@@ -40,29 +40,29 @@ enum {
 };
 
 typedef struct fsdpi_why_span {
-    int64_t begin, end, own;          // own: what nothing covers
-    const fsdpi_tr_event *op, *waits; // because of which record; waits: the one that waits for it
-    uint8_t part, late;               // late: for members that came later
+    int64_t begin, end, own;          // own: nanoseconds that no other span covers
+    const fsdpi_tr_event *op, *waits; // op: the cause; waits: the event that waits for it
+    uint8_t part, late;               // late: waits for members that came later
 } fsdpi_why_span;
 
-typedef struct fsdpi_why_step { // of one rank
+typedef struct fsdpi_why_step { // a step of one rank
     const fsdpi_tr_rank *rank;
     uint32_t number;
     int64_t begin, end, part[FSDPI_WHY_PART_COUNT];
-    int64_t comm, hidden, late; // a collective is under way; and COMPUTE does not wait for one
+    int64_t comm, hidden, late; // ns: a collective runs; COMPUTE hides it; waits for late ranks
     fsdpi_why_span *spans;      // in the order in which they cover each other
     int32_t num_spans;
-    uint64_t first, past; // its records, with those of about a step before and behind
-    uint64_t from, to;    // the steps of the trace that it has: microbatches
-    int updates;          // it ends in an optimizer or params_changed
-    int is_part;          // microbatches may lack that were before the trace
+    uint64_t first, past; // its events, with those of about one step before and one after
+    uint64_t from, to;    // the traced steps in it: microbatches
+    int updates;          // 1: it ends in an optimizer or params_changed
+    int is_part;          // 1: microbatches from before the trace may be missing
 } fsdpi_why_step;
 
 static int64_t fsdpi_why_less(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t fsdpi_why_more(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* -------------------------------------------------------------------------------------------- */
-// The parts of a step.
+// The categories of a step.
 
 static int fsdpi_why_by_time(const void *a, const void *b) {
     const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
@@ -73,13 +73,14 @@ static int fsdpi_why_floor(const fsdpi_why_span *s) {
     return s->part >= FSDPI_WHY_GATHER ? 3 + s->late : s->part >= FSDPI_WHY_UPDATE ? 2 : 1;
 }
 
-// Who is covered comes first. COMPUTE does one thing at a time: those of a floor do not overlap.
+// Orders spans by coverage, covered ones first. COMPUTE does one thing at a time, so spans of one
+// level do not overlap.
 static int fsdpi_why_by_floor(const void *a, const void *b) {
     return fsdpi_why_floor((const fsdpi_why_span *)a) - fsdpi_why_floor((const fsdpi_why_span *)b);
 }
 
-// The first of a list, in the order of the times with which its entries begin, that is not before
-// `time`. Entries are of `size` bytes.
+// Returns the lower bound: the index of the first entry that begins at `time` or later. Entries
+// have `size` bytes and are sorted by begin.
 static uint64_t fsdpi_why_find(const void *list, size_t size, uint64_t num, int64_t time) {
     uint64_t low = 0, high = num;
     while (low < high) {
@@ -90,8 +91,9 @@ static uint64_t fsdpi_why_find(const void *list, size_t size, uint64_t num, int6
     return low;
 }
 
-/* Gives each nanosecond of the step to the last span that has it: step->part, spans[].own. comms:
-   times when collectives are under way, pairs of begin and end. Returns 0, -1: no memory. */
+/* Assigns each nanosecond of the step to the last span that contains it: step->part,
+   spans[].own. comms: times at which collectives run, as pairs of begin and end. Returns 0, or
+   -1 without memory. */
 static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t num_comms) {
     const size_t most = 2 * ((size_t)step->num_spans + (size_t)num_comms + 1);
     int64_t *cuts = (int64_t *)calloc(most, sizeof *cuts + sizeof(int32_t) + 1);
@@ -142,7 +144,7 @@ static int64_t fsdpi_why_host(const fsdpi_why_step *s) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// From records to spans.
+// From events to spans.
 
 static int fsdpi_why_is_comm(const fsdpi_tr_event *r) {
     return r->kind >= FSDP_OP_ALL_GATHER && r->kind <= FSDP_OP_RECV;
@@ -152,18 +154,20 @@ static int fsdpi_why_on_compute(const fsdpi_tr_rank *rank, const fsdpi_tr_event 
            (r->stream == FSDP_STREAM_COMPUTE || rank->head.run == FSDP_RUN_INLINE);
 }
 
-// An operation of the world: its number is not one of the model's. A marker has a pool as label.
+// Returns 1 for an operation of the world, whose number is not one of the model's. A marker's label
+// is a pool.
 static int fsdpi_tr_is_world(const fsdpi_tr_event *r) {
     return r->kind <= FSDP_OP_HOOK &&
            (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER);
 }
 
-// A call has issued a record.
+// Returns 1 if a call has issued an event.
 static int fsdpi_why_has(const fsdpi_tr_event *call, const fsdpi_tr_event *r) {
     return !fsdpi_tr_is_world(r) && r->seq - call->seq < call->slot;
 }
 
-// The call that issued a record, of nested ones the inner one; or NULL. It is one of first .. past.
+// Returns the call that issued an event, the innermost of nested ones, or NULL. Searches first ..
+// past.
 static const fsdpi_tr_event *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64_t first,
                                                uint64_t past, const fsdpi_tr_event *of) {
     const fsdpi_tr_event *found = NULL;
@@ -174,14 +178,15 @@ static const fsdpi_tr_event *fsdpi_why_call_of(const fsdpi_tr_rank *rank, uint64
     return found;
 }
 
-// Of an optimizer: an update, or what an extension does in its step, as Muon's products.
+// Returns 1 for an optimizer's event: an update, or an op of an extension in its step, as Muon's
+// products.
 static int fsdpi_why_is_update(const fsdpi_why_step *step, const fsdpi_tr_event *r) {
     if (r->kind == FSDP_OP_UPDATE || r->label < FSDP_LABEL_COUNT) return r->kind == FSDP_OP_UPDATE;
     const fsdpi_tr_event *call = fsdpi_why_call_of(step->rank, step->first, step->past, r);
     return call && call->label == FSDP_CALL_PARAMS_CHANGED;
 }
 
-// What it is to run a record, or to wait for it.
+// Returns the category of running an event, or of waiting for it.
 static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_event *r) {
     if (r->label == FSDP_LABEL_CLIP) return FSDPI_WHY_CLIP;
     if (fsdpi_why_is_update(step, r)) return FSDPI_WHY_STEP;
@@ -193,8 +198,8 @@ static int fsdpi_why_part_of(const fsdpi_why_step *step, const fsdpi_tr_event *r
     }
 }
 
-// The record that ended a wait: of those issued before, the last one that has ended by then on the
-// streams in question.
+// Returns the event that ended a wait: of those issued earlier on the streams in question, the last
+// one that had ended by then.
 static const fsdpi_tr_event *fsdpi_why_awaited(const fsdpi_why_step *step,
                                                const fsdpi_tr_event *r) {
     const fsdpi_tr_rank *rank = step->rank;
@@ -202,8 +207,8 @@ static const fsdpi_tr_event *fsdpi_why_awaited(const fsdpi_why_step *step,
     for (uint64_t i = step->first; i < step->past; i++) {
         const fsdpi_tr_event *o = &rank->records[i];
         const int gathers = o->stream == FSDP_STREAM_GATHER;
-        const int alike = !fsdpi_tr_is_world(o) && !fsdpi_tr_is_world(r); // numbers, that is
-        if (o->begin_ns > r->begin_ns) break;                             // they are in this order
+        const int alike = !fsdpi_tr_is_world(o) && !fsdpi_tr_is_world(r); // comparable numbers
+        if (o->begin_ns > r->begin_ns) break;                             // sorted by begin
         if (o->kind >= FSDP_OP_HOOK || fsdpi_why_on_compute(rank, o) || o->end_ns > r->begin_ns ||
             (alike && (int32_t)(o->seq - r->seq) > 0))
             continue;
@@ -237,7 +242,8 @@ static void fsdpi_why_add(fsdpi_why_spans *all, int part, int late, int64_t begi
     step->spans[step->num_spans++] = s;
 }
 
-// COMPUTE waits for a record, or runs it. Until the last member came, it waits for that one.
+// Adds a span in which COMPUTE runs an event or waits for it. Until the last member came, it waits
+// for that member.
 static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int64_t end,
                              const fsdpi_tr_event *op, const fsdpi_tr_event *waits) {
     const fsdpi_tr_rank *rank = all->step->rank;
@@ -247,7 +253,7 @@ static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int6
                   fsdpi_why_less(end, rank->peers_ns[op - rank->records]), op, waits);
 }
 
-// A record of COMPUTE: what it waits for, and its own work.
+// Adds the spans of an event on COMPUTE: its waits, and its own work.
 static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
     const int64_t reached = r->begin_ns - r->waited_ns;
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
@@ -267,13 +273,13 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
 /* -------------------------------------------------------------------------------------------- */
 // Calls and steps.
 
-// The first record that does not begin before a time.
+// Returns the lower bound: the index of the first event that begins at `time` or later.
 static uint64_t fsdpi_why_at(const fsdpi_tr_rank *rank, int64_t time) {
     return fsdpi_why_find(rank->records, sizeof *rank->records, rank->num_records, time);
 }
 
-// On a device with streams the host runs ahead. If COMPUTE has come to a record of a call before
-// the call ended, it had nothing else to do.
+// Returns 1 if the device keeps up with the host. On streams the host runs ahead: if COMPUTE
+// reached an event of a call before the call ended, it had nothing else to do.
 static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_event *call) {
     int came = step->rank->head.run != FSDP_RUN_STREAMS;
     for (uint64_t i = step->first; i < step->past && !came; i++) {
@@ -284,8 +290,8 @@ static int fsdpi_why_keeps_up(const fsdpi_why_step *step, const fsdpi_tr_event *
     return came;
 }
 
-// A call belongs to steps i .. to by the number of its first record. One without records has the
-// number of what comes next, perhaps in the next step: there the time tells.
+// Returns 1 if a call belongs to steps i .. to, by the number of its first event. A call without
+// events has the number of the next event, perhaps in the next step: there the time decides.
 static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
                            const fsdpi_tr_event *call) {
     const fsdpi_tr_step *s = &rank->steps[i], *next = &rank->steps[to + 1];
@@ -297,11 +303,11 @@ static int fsdpi_why_is_of(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
                            call->begin_ns < next->begin_ns && call->begin_ns >= s->begin_ns);
 }
 
-/* On streams a step ends with its last record on COMPUTE, which runs records in the order of their
-   numbers. records: those of the step, up to the last call that ends it. */
+/* Sets the end of a step on streams: its last event on COMPUTE, which runs events in the order
+   of their numbers. records: number of events in the step, up to the last call that ends it. */
 static void fsdpi_why_last(fsdpi_why_step *out, uint32_t first_seq, uint32_t records) {
     const fsdpi_tr_rank *rank = out->rank;
-    int64_t next = INT64_MAX; // when COMPUTE comes to what is behind the step
+    int64_t next = INT64_MAX; // when COMPUTE reaches the first event after the step
     for (uint64_t k = out->first; k < rank->num_records; k++) {
         const fsdpi_tr_event *r = &rank->records[k];
         const uint32_t at = r->seq - first_seq;
@@ -312,7 +318,7 @@ static void fsdpi_why_last(fsdpi_why_step *out, uint32_t first_seq, uint32_t rec
     }
 }
 
-// Finds when steps i .. to of a rank begin and end. Returns 0 if they are not whole.
+// Finds the bounds of steps i .. to on a rank. Returns 0 if the steps are incomplete.
 static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to, int64_t not_before,
                             fsdpi_why_step *out) {
     const fsdpi_tr_step *s = &rank->steps[i];
@@ -344,7 +350,7 @@ static int fsdpi_why_bounds(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to, 
     return 1;
 }
 
-// Steps i .. to of a rank as one. 1: they are whole; 0: they are not; -1: no memory.
+// Combines steps i .. to of a rank. Returns 1, 0 if they are incomplete, -1 without memory.
 static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, uint64_t to,
                                int64_t not_before, fsdpi_why_step *out) {
     fsdpi_why_spans all = {out, 0, 0};
@@ -368,13 +374,13 @@ static int fsdpi_why_make_step(const fsdpi_tr_rank *rank, uint64_t i, uint64_t t
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What is reported: the median step of the rank in the middle.
+// The report: the median step of the middle rank.
 
 typedef struct fsdpi_why {
     const fsdpi_tr_job *job;
     fsdpi_why_step step;
     int32_t num_steps;
-    int64_t shortest, longest; // of the ranks' median steps
+    int64_t shortest, longest; // among the ranks' median steps
 } fsdpi_why;
 
 static void fsdpi_why_end(fsdpi_why *y) {
@@ -389,7 +395,7 @@ static int fsdpi_why_by_length(const void *a, const void *b) {
                          : (x->number > y->number) - (x->number < y->number);
 }
 
-// Keeps the step in the middle, of an even number the shorter one. Returns how many there were.
+// Keeps the median step, of an even number the shorter one. Returns the number of steps.
 static int32_t fsdpi_why_middle(fsdpi_why_step *steps, int32_t num, fsdpi_why_step *out) {
     if (num) qsort(steps, (size_t)num, sizeof *steps, fsdpi_why_by_length);
     for (int32_t i = 0; i < num; i++)
@@ -405,9 +411,10 @@ static int fsdpi_why_updates(const fsdpi_tr_rank *rank, uint64_t i) {
     return step.updates;
 }
 
-/* The median step of a rank. If some steps of the trace end in an optimizer, the others are
-   microbatches of the next one that does. Then the first step counts only if no other does, as the
-   trace may have begun in its middle. 0: it has no whole step; -1: no memory. */
+/* Finds the median step of a rank. If some traced steps end in an optimizer, the others are
+   microbatches of the next one that does. In that case the first step counts only if there is no
+   other, as the trace may have begun in its middle. Returns 0 without a complete step, -1
+   without memory. */
 static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
     fsdpi_why_step *steps = (fsdpi_why_step *)calloc((size_t)rank->num_steps + 1, sizeof *steps);
     int32_t num = 0;
@@ -434,7 +441,8 @@ static int32_t fsdpi_why_rank(const fsdpi_tr_rank *rank, fsdpi_why_step *out) {
     return made < 0 ? -1 : num;
 }
 
-// 1: there is a step; 0: there is none; -1: no memory. In any case call fsdpi_why_end.
+// Makes the analysis. Returns 1, 0 without a step, -1 without memory. Call fsdpi_why_end in any
+// case.
 static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
     memset(y, 0, sizeof *y);
     y->job = job;
@@ -456,16 +464,16 @@ static int fsdpi_why_make(const fsdpi_tr_job *job, fsdpi_why *y) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// As text.
+// The report as text.
 
 enum { FSDPI_WHY_COLUMNS = 100 };
 
 typedef struct fsdpi_why_text {
     char *at;
     size_t cap, used;
-    int digits;         // of milliseconds
-    size_t line, space; // where this line begins; and what may go to the next one, 0: nothing
-    size_t indent;      // of the next one, if it goes on with this one; 0: as this one, and 4 more
+    int digits;         // after the point, in milliseconds
+    size_t line, space; // where this line begins; where it may break, 0: nowhere
+    size_t indent;      // indent of a continued line; 0: 4 more than this line
 } fsdpi_why_text;
 
 static void fsdpi_why_put(fsdpi_why_text *t, char c) {
@@ -473,7 +481,7 @@ static void fsdpi_why_put(fsdpi_why_text *t, char c) {
     t->used++;
 }
 
-// Goes on in the next line, which is indented, with what follows the last blank.
+// Moves the text after the last blank to the next line, which is indented.
 static void fsdpi_why_wrap(fsdpi_why_text *t) {
     size_t from = t->space ? t->space : t->used;
     if (t->used >= t->cap) return;
@@ -483,13 +491,13 @@ static void fsdpi_why_wrap(fsdpi_why_text *t) {
     for (size_t k = 0; k < gap; k++) fsdpi_why_put(t, ' ');
     if (t->used >= t->cap) return;
     memmove(t->at + from + gap, t->at + from, tail);
-    from -= t->space > 0; // the blank goes
+    from -= t->space > 0; // the blank is removed
     memset(t->at + from, ' ', indent + 1);
     t->at[from] = '\n', t->line = from + 1, t->space = 0;
 }
 
-// Adds text, in lines of at most FSDPI_WHY_COLUMNS. Names are of strangers: what moves a cursor is
-// escaped.
+// Adds text, in lines of at most FSDPI_WHY_COLUMNS. Names are untrusted: characters that move a
+// cursor are escaped.
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) FSDP_PRINTF(2, 3);
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
     char text[4096], escaped[8];
@@ -513,14 +521,14 @@ static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
 
 #define FSDPI_WHY_MS(t, ns) (t)->digits, (double)(ns)*1e-6 // for %.*f
 
-// What a number of bytes is divided by, for %.1f %cB.
+// Returns the divisor and sets the letter with which bytes are printed, as %.1f %cB.
 static double fsdpi_why_unit(int64_t bytes, char *letter) {
     const int big = (bytes >= 1000000) + (bytes >= (int64_t)10000000000);
     *letter = "kMG"[big];
     return big == 0 ? 1e3 : big == 1 ? 1e6 : 1e9;
 }
 
-// The first gather of the step, or its last reduction: nothing is there to hide it.
+// Returns 1 for the step's first gather or last reduction, which nothing can hide.
 static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_event *op, int gathers) {
     const fsdpi_tr_rank *rank = step->rank;
     const fsdpi_tr_event *edge = NULL;
@@ -536,7 +544,7 @@ static int fsdpi_why_is_edge(const fsdpi_why_step *step, const fsdpi_tr_event *o
                fsdpi_why_call_of(rank, step->first, step->past, op);
 }
 
-// Why COMPUTE has to wait, of the longest wait for a unit. late: mostly for a member of its group.
+// Adds the reason for COMPUTE's longest wait for a unit. late: mostly for a member of its group.
 static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int late,
                              fsdpi_why_text *t) {
     const fsdpi_tr_rank *rank = y->step.rank;
@@ -570,7 +578,7 @@ static uint16_t fsdpi_why_what(const fsdpi_why_span *s) {
     return s->op ? s->op->what : s->waits->what;
 }
 
-// The two units for which COMPUTE waits longest, if they are a tenth of it.
+// Adds the two units for which COMPUTE waits longest, if each has at least a tenth of the wait.
 static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t) {
     const fsdpi_why_step *step = &y->step;
     const fsdpi_why_span *said = NULL;
@@ -622,7 +630,7 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
         fsdpi_why_say(t, "; %llu records had no room", (unsigned long long)s->rank->head.dropped);
     fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
                   FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
-    // More: COMPUTE went on later than the communication ended.
+    // If it is more, COMPUTE continued later than the end of the communication.
     fsdpi_why_say(
         t, "  exposed  %10.*f   %s %.*f ms of communication", FSDPI_WHY_MS(t, fsdpi_why_exposed(s)),
         fsdpi_why_exposed(s) > s->comm ? "more than the" : "of", FSDPI_WHY_MS(t, s->comm));
@@ -632,7 +640,7 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     if (s->late) fsdpi_why_say(t, ", %.*f for ranks that came late", FSDPI_WHY_MS(t, s->late));
     fsdpi_why_say(t, "\n");
     for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_PART_COUNT; p++) {
-        if (s->part[p] * 1000 < all) continue; // it would be 0.0 %
+        if (s->part[p] * 1000 < all) continue; // it would be printed as 0.0 %
         fsdpi_why_say(t, "    %-10s%7.*f", names[p], FSDPI_WHY_MS(t, s->part[p]));
         fsdpi_why_say_worst(y, p, t);
         fsdpi_why_say(t, "\n");
@@ -643,8 +651,8 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
                       p > FSDPI_WHY_CALLS ? "," : "\n");
 }
 
-// 1: in every step of rank `who` of the job it is last in more collectives than others are; 0: it
-// is not; -1: no memory. Records and steps are in the order of time.
+// Returns 1 if in every step rank `who` of the job is last in more collectives than others are; 0
+// if not; -1 without memory. Events and steps are sorted by time.
 static int fsdpi_why_is_steady(const fsdpi_tr_job *job, int32_t who) {
     const uint64_t num = job->rank[who].num_steps;
     int64_t *more = (int64_t *)calloc((size_t)num + 1, sizeof *more); // own ones less others
@@ -665,7 +673,7 @@ static int fsdpi_why_is_steady(const fsdpi_tr_job *job, int32_t who) {
     return steady;
 }
 
-// By how much times of two ranks may be wrong, at most; -1: that is not known.
+// Returns the largest possible error of times compared between ranks; -1: unknown.
 static int64_t fsdpi_why_error(const fsdpi_tr_job *job) {
     int64_t error = 0;
     for (int32_t k = 0; k < job->num && error >= 0; k++)
@@ -673,7 +681,8 @@ static int64_t fsdpi_why_error(const fsdpi_tr_job *job) {
     return error;
 }
 
-// Who came last, of the collectives of which all members are there; each counts on its last one.
+// Adds which rank came last, over collectives whose members are all there; each counts for its last
+// one.
 static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
     const fsdpi_tr_job *job = y->job;
     uint64_t all = 0, most = 0;
@@ -714,7 +723,7 @@ static void fsdpi_why_say_last(const fsdpi_why *y, fsdpi_why_text *t) {
 
 // Slots that units hold.
 typedef struct fsdpi_why_held {
-    uint64_t names, *bytes;            // [pool * names + name of the unit]; it holds one of a pool
+    uint64_t names, *bytes;            // [pool * names + unit's name], one slot of a pool
     int64_t all, pool[UINT8_MAX + 1u]; // sums
 } fsdpi_why_held;
 
@@ -725,7 +734,8 @@ static int fsdpi_why_begin_held(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
     return h->bytes != NULL;
 }
 
-// From this record on. 0: it takes no slot and gives none back. The last name is that of none.
+// Applies an event to the sums. Returns 0 if it neither acquires nor releases. The last name means
+// none.
 static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_event *r) {
     if (r->kind != FSDP_OP_ACQUIRE && r->kind != FSDP_OP_RELEASE) return 0;
     const uint64_t name = r->what < h->names ? r->what : h->names - 1;
@@ -737,7 +747,7 @@ static int fsdpi_why_hold(fsdpi_why_held *h, const fsdpi_tr_event *r) {
     return 1;
 }
 
-// The first record of a rank at which units held most, and what they held then; NULL: none did.
+// Returns a rank's first event at which units held most, and sums what they held; NULL: nothing.
 static const fsdpi_tr_event *fsdpi_why_peak(const fsdpi_tr_rank *rank, fsdpi_why_held *h) {
     const fsdpi_tr_event *peak = NULL;
     int64_t most = 0;
@@ -771,7 +781,7 @@ static void fsdpi_why_say_memory(const fsdpi_why *y, fsdpi_why_text *t) {
         const int is_slots = p >= FSDP_POOL_GATHER && p <= FSDP_POOL_REDUCE_OUT;
         int64_t bytes = is_slots ? held.pool[p] : rank->pools[p].bytes;
         rest += is_slots ? rank->pools[p].bytes - bytes : 0;
-        if (p >= FSDP_POOL_COUNT && rest < 0) { // held slots lie in an extension's memory
+        if (p >= FSDP_POOL_COUNT && rest < 0) { // held slots are in an extension's memory
             const int64_t theirs = fsdpi_why_less(bytes, -rest);
             rest += theirs, bytes -= theirs;
         }

@@ -11,38 +11,38 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A file is blocks of 64 KiB, of which the last one may be shorter. The last 8 bytes of a block are
-   a sum of the others (fsdpi_tr_sum). Without these sums the file is the header, and the
-   sections in the order of their list. Numbers are those of the host that wrote it, little-endian.
-   A name is a number: its place in NAMES. The first names are those of the units, in the order of
-   the model. Times are nanoseconds on the world's clock of the rank. */
+/* A file consists of blocks of 64 KiB; the last one may be shorter. The last 8 bytes of a block
+   are a sum of the others (fsdpi_tr_sum). Without these sums the file is the header, followed by
+   the sections in the order of their list. Numbers are those of the host that wrote it,
+   little-endian. A name is an index in NAMES. The first names are those of the units, in the
+   order of the model. Times are nanoseconds on the world's clock on that rank. */
 
 enum { FSDPI_TR_BLOCK = 65536, FSDPI_TR_NO_NAME = 65535, FSDPI_TR_MEETINGS = 32 };
 #define FSDPI_TR_HELD  UINT32_MAX // a slot
 #define FSDPI_TR_MAGIC "fsdptr04"
 
-// Kinds of records that are no fsdp_op: a call of the program, and work that it has told of.
+// Kinds that are no fsdp_op: a call of the program, and work that it has reported.
 enum { FSDPI_TR_CALL = FSDP_OP_COUNT, FSDPI_TR_SPAN, FSDPI_TR_KINDS };
 
-// Kinds, calls, streams and states are numbers of the library that wrote the file. Another one that
-// has more or fewer of them does not read it.
+// Kinds, calls, streams and states are numbers of the library that wrote the file. A library with
+// more or fewer of them cannot read it.
 enum { FSDPI_TR_NUMBERS = ((FSDPI_TR_KINDS * 64 + FSDP_CALL_COUNT) * 16 + FSDP_STREAM_COUNT) * 16 +
                           FSDP_STATE_COUNT };
 
-/* A record, of an fsdp_op or one of the kinds above. Markers begin and end at the time when the
-   host issued them. */
+/* An event: an fsdp_op, or one of the kinds above. Markers begin and end when the host issues
+   them. */
 typedef struct fsdpi_tr_event {
     int64_t begin_ns, end_ns;
-    uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, GRADS_WRITTEN: of the buffer
+    uint64_t bytes;     // fsdp_op.bytes; ACQUIRE, RELEASE, GRADS_WRITTEN: the buffer's
     uint32_t waited_ns; // fsdp_op.waited_ns, at most 2^32 - 1
-    uint32_t seq;       // low bits of fsdp_op.seq; CALL: of its first record; SPAN: 0
-    uint32_t step;      // number of steps before this one, since the model was made
+    uint32_t seq;       // low bits of fsdp_op.seq; CALL: its first event's; SPAN: 0
+    uint32_t step;      // number of earlier steps since the model was made
     uint32_t slot;      // ACQUIRE, RELEASE, GRADS_WRITTEN: fsdp_op.slot, or FSDPI_TR_HELD: acquired
-                        // before the trace. CALL: records that it issued
-    uint16_t what;      // a name: of the unit, or of the call
+                        // before the trace. CALL: number of events that it issued
+    uint16_t what;      // a name: the unit's, or the call's
     uint16_t comm;      // fsdp_op.comm_number; 0: none
     uint8_t kind;
-    uint8_t label;         // fsdp_op.label; of slots and gradients the pool; CALL: FSDP_CALL_*
+    uint8_t label;         // fsdp_op.label; slots and gradients: the pool; CALL: FSDP_CALL_*
     uint8_t stream, state; // as in fsdp_op
 } fsdpi_tr_event;
 
@@ -68,19 +68,19 @@ enum {
         FSDPI_TR_SECTION_COUNT
 };
 
-// Memory behind the first fsdp_params_changed of the traced steps, or else at their end: a pool,
+// Memory after the first fsdp_params_changed of the traced steps, otherwise at their end: a pool,
 // by its number, or the states of an extension (KEPT: fsdp_next_state), without padding.
 typedef struct fsdpi_tr_pool {
     uint32_t name, reserved; // in TEXT
     int64_t bytes;
 } fsdpi_tr_pool;
 
-// Options as in fsdp_unit_desc, those of the model in what the unit left to it.
+// Options as in fsdp_unit_desc; defaults are replaced by the model's options.
 typedef struct fsdpi_tr_unit {
-    int32_t num_params;       // they follow those of the units before it
-    int32_t shards, replicas; // ranks that shard it, and that have the same shard
+    int32_t num_params;       // in the order of units
+    int32_t shards, replicas; // ranks that shard it, and ranks with an identical shard
     int32_t reshard_after_forward, param_dtype, reduce_dtype;
-    int64_t slot_bytes[FSDP_POOL_COUNT]; // of a slot that it takes; SHARD, SHARD_GRAD: its part
+    int64_t slot_bytes[FSDP_POOL_COUNT]; // bytes of a slot; SHARD, SHARD_GRAD: its part
 } fsdpi_tr_unit;
 
 typedef struct fsdpi_tr_param {
@@ -91,32 +91,32 @@ typedef struct fsdpi_tr_param {
 
 typedef struct fsdpi_tr_comm {
     uint32_t number, size; // fsdp_op.comm_number
-    uint32_t ranks;        // where its members begin in RANKS
+    uint32_t ranks;        // index of its first member in RANKS
 } fsdpi_tr_comm;
 
-// All ranks of the model's mesh have met: none left before the last one came. So two clocks can be
-// compared: what one rank calls "left" is later than what another one calls "came".
+// A meeting of all ranks of the model's mesh: none left before the last one came. So two clocks can
+// be compared: the time when one rank left is later than the time when another one came.
 typedef struct fsdpi_tr_meeting {
     int64_t came_ns, left_ns;
 } fsdpi_tr_meeting;
 
-typedef struct fsdpi_tr_step { // that was recorded
+typedef struct fsdpi_tr_step { // a recorded step
     uint32_t number, first_seq;
-    int64_t begin_ns, end_ns; // the first call begins, the last one before the next step has ended
+    int64_t begin_ns, end_ns; // begin of the first call; end of the last call before the next step
 } fsdpi_tr_step;
 
 typedef struct fsdpi_tr_section {
-    uint64_t at, count;      // bytes from the begin, entries
-    uint32_t size, reserved; // of an entry
+    uint64_t at, count;      // offset in the file, in bytes; number of entries
+    uint32_t size, reserved; // bytes per entry
 } fsdpi_tr_section;
 
 typedef struct fsdpi_tr_header {
     char magic[8];
-    uint64_t bytes;               // of header and sections, without sums
-    uint64_t clock;               // ranks with the same one have the same clock
-    uint64_t mesh;                // ranks with the same one met
-    uint64_t id;                  // fsdp_world_id: files with the same one are of one run
-    uint64_t dropped;             // records for which there was no room
+    uint64_t bytes;               // bytes in header and sections, without sums
+    uint64_t clock;               // equal on ranks that share a clock
+    uint64_t mesh;                // equal on ranks that met
+    uint64_t id;                  // fsdp_world_id: equal in all files of a run
+    uint64_t dropped;             // events that did not fit
     int64_t real_ns, clock_ns;    // one moment on CLOCK_REALTIME and on the world's clock
     int32_t rank, size, run;      // run: FSDP_RUN_*
     int32_t numbers;              // FSDPI_TR_NUMBERS
@@ -128,7 +128,7 @@ typedef struct fsdpi_tr_header {
     fsdpi_tr_section section[FSDPI_TR_SECTION_COUNT];
 } fsdpi_tr_header;
 
-// Of words of 8 bytes; a change of one word always changes it.
+// Sums 8-byte words. A change in one word always changes the sum.
 static uint64_t fsdpi_tr_sum(const void *data, size_t bytes) {
     uint64_t sum = bytes, word;
     for (size_t i = 0; i + sizeof word <= bytes; i += sizeof word) {

@@ -18,8 +18,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// The trace of a rank, as its file has it, but: records are in the order of begin_ns, and their
-// times, and those of steps, are on the job's clock, which is that of its first rank.
+// A rank's trace, as in its file, with two changes: events are sorted by begin_ns, and times of
+// events and steps are on the job's clock, which is that of its first rank.
 typedef struct fsdpi_tr_rank {
     fsdpi_tr_header head;
 #define FSDP_X(number, name, type)                                                                 \
@@ -27,14 +27,14 @@ typedef struct fsdpi_tr_rank {
     uint64_t num_##name;
     FSDPI_TR_SECTIONS(FSDP_X)
 #undef FSDP_X
-    int64_t *peers_ns; // [num_records] of a collective that is matched: when the last member came
+    int64_t *peers_ns; // [num_records] for a matched collective: when the last member came
     int32_t *last;     // [num_records] which rank that was; -1: not matched
-    int64_t shift_ns;  // the rank's clock + shift_ns = the job's clock, when the trace began
-    int64_t error_ns;  // of the times here, at most; 0: the same clock. -1: not known (force)
+    int64_t shift_ns;  // job's clock - rank's clock, when the trace began
+    int64_t error_ns;  // largest error of the times here; 0: the same clock; -1: unknown (force)
     void *memory;
 } fsdpi_tr_rank;
 
-// Files of a directory that are left out: two lines each, of the first ones.
+// Files in a directory that are left out: two lines for each of the first ones.
 enum { FSDPI_TR_NOTES = 8 };
 typedef struct fsdpi_tr_notes {
     char text[4096];
@@ -42,16 +42,16 @@ typedef struct fsdpi_tr_notes {
 } fsdpi_tr_notes;
 
 typedef struct fsdpi_tr_job {
-    char job[128], other[128]; // other: a job of which the directory has files, too; or ""
-    int32_t num, size;         // files that were read; ranks of the job
-    fsdpi_tr_rank *rank;       // [num], in the order of ranks
+    char job[128], other[128]; // other: another job with files in the directory, or ""
+    int32_t num, size;         // files read; ranks of the job
+    fsdpi_tr_rank *rank;       // [num], sorted by rank
     fsdpi_tr_notes notes;
 } fsdpi_tr_job;
 
 #define FSDPI_TR_NOT_OURS                                                                          \
     "it is damaged, or of another version of fsdp.h, whose fsdptrace reads it"
 
-// Why files cannot be read: a text of the caller's. The first reason stays.
+// Why files cannot be read, in a text of the caller's. The first reason stays.
 typedef struct fsdpi_tr_why {
     char *text;
     size_t cap;
@@ -65,7 +65,7 @@ static FSDP_PRINTF(2, 3) int fsdpi_tr_refuse(const fsdpi_tr_why *why, const char
     return -1;
 }
 
-// A text by its place in TEXT; a name by its number; a call by its own.
+// Returns a text by its offset in TEXT. Below: a name by its number, a call by its own.
 static const char *fsdpi_tr_text(const fsdpi_tr_rank *r, uint64_t at) {
     return at < r->num_text ? r->text + at : "?";
 }
@@ -82,7 +82,7 @@ static const char *fsdpi_tr_call_name(int call) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// A file. Every number in it that is an index or a size is checked before it is used.
+// Files. Every index and size in a file is checked before it is used.
 
 static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why *why) {
     char *base = (char *)r->memory;
@@ -103,15 +103,15 @@ static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsd
     return at == r->head.bytes ? 0 : fsdpi_tr_refuse(why, "%s: it has more than sections", name);
 }
 
-// A time of the rank: less than nine years from the moment when its file was written. So
-// differences of times, and sums of some of them, are numbers, too.
+// Returns 1 if a rank's times are less than nine years from the moment when its file was written.
+// So differences of times, and sums of a few, do not overflow.
 static int fsdpi_tr_is_time(const fsdpi_tr_header *h, int64_t begin, int64_t end) {
     const int64_t near = (int64_t)1 << 58;
     return begin > h->clock_ns - near && end >= begin && end < h->clock_ns + near;
 }
 
 static int fsdpi_tr_is_clock(int64_t ns) {
-    return ns > -((int64_t)1 << 61) && ns < (int64_t)1 << 61; // the time of day, until 2043
+    return ns > -((int64_t)1 << 61) && ns < (int64_t)1 << 61; // a time of day, until 2043
 }
 
 static int fsdpi_tr_is_bytes(int64_t bytes) { return bytes >= 0 && bytes < (int64_t)1 << 56; }
@@ -159,7 +159,7 @@ static int fsdpi_tr_check(fsdpi_tr_rank *r, const char *name, const fsdpi_tr_why
     return good ? 0 : fsdpi_tr_refuse(why, "%s: a number in it is out of range", name);
 }
 
-// Opens what is a file: a pipe would block for ever. `size` is 0 if it is none.
+// Opens a regular file: a pipe would block forever. Sets `size` to 0 for anything else.
 static FILE *fsdpi_tr_open_file(const char *path, int64_t *size) {
     struct stat st;
     *size = 0;
@@ -168,7 +168,7 @@ static FILE *fsdpi_tr_open_file(const char *path, int64_t *size) {
     return fopen(path, "rb");
 }
 
-// Reads the blocks of a file; their sums are left out.
+// Reads the blocks of a file, without their sums.
 static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank *r,
                               const fsdpi_tr_why *why) {
     int64_t size, bad = 0;
@@ -204,7 +204,7 @@ static int fsdpi_tr_read_file(const char *path, const char *name, fsdpi_tr_rank 
 /* -------------------------------------------------------------------------------------------- */
 // Clocks.
 
-// What meetings k .. end tell of `b`, of which `a` is a member, too: low <= shift of b <= high.
+// Narrows low <= shift of `b` <= high by meetings k .. end, of which `a` is a member as well.
 static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint64_t k, uint64_t end,
                            int64_t bound[2]) {
     for (; k < end && k < a->num_meetings && k < b->num_meetings; k++) {
@@ -215,8 +215,8 @@ static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint6
     }
 }
 
-/* Moves the times of a rank to the clock of the first one. No clock goes by more than a thousandth
-   faster than another one: what two bounds that are far from exact say beyond that is an error. */
+/* Moves the times of a rank to the first rank's clock. Clocks drift by at most a thousandth: if
+   two bounds that are far from exact imply more, that is an error. */
 static int fsdpi_tr_shift(fsdpi_tr_rank *r, const fsdpi_tr_rank *first, const int64_t shift[2],
                           const fsdpi_tr_why *why) {
     const int64_t near = (int64_t)1 << 58;
@@ -248,9 +248,9 @@ static int fsdpi_tr_shift(fsdpi_tr_rank *r, const fsdpi_tr_rank *first, const in
     return 0;
 }
 
-/* The clock of rank j of the job, by the meetings of all ranks that have its clock with the first
-   one that has the job's. The meetings at the begin and at the end of the trace give a shift each;
-   between them it is a line. */
+/* Finds the shift of rank j's clock, from the meetings of all ranks that have its clock with the
+   first one that has the job's. Meetings at the beginning and at the end of the trace give a
+   shift each; between them it is a line. */
 static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t shift[2],
                              const fsdpi_tr_why *why) {
     const int64_t far = (int64_t)1 << 62;
@@ -303,10 +303,10 @@ static int fsdpi_tr_clocks(fsdpi_tr_job *job, int force, const fsdpi_tr_why *why
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Collectives of all ranks.
+// Collectives on all ranks.
 
 typedef struct fsdpi_tr_meets { // a collective on a rank
-    uint64_t group;             // a hash of its number and members
+    uint64_t group;             // hash of its number and members
     uint32_t turn, size;
     int32_t rank; // index in the job
     uint64_t record;
@@ -317,7 +317,7 @@ static int fsdpi_tr_by_time(const void *a, const void *b) {
     if (x->begin_ns != y->begin_ns) return x->begin_ns < y->begin_ns ? -1 : 1;
     if (x->end_ns != y->end_ns) return x->end_ns > y->end_ns ? -1 : 1;
     if (x->seq != y->seq) return (int32_t)(x->seq - y->seq) < 0 ? -1 : 1;
-    return x->kind - y->kind; // what was held before the trace is taken before it is given back
+    return x->kind - y->kind; // a slot held before the trace is acquired before it is released
 }
 
 static int fsdpi_tr_by_group(const void *a, const void *b) {
@@ -331,7 +331,7 @@ static int fsdpi_tr_is_collective(const fsdpi_tr_event *o) {
     return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL && o->comm;
 }
 
-// Numbers the operations of each group of a rank. Returns how many there are. Those of a group do
+// Numbers the operations of each group on a rank. Returns their number. Operations of a group do
 // not overlap.
 static uint64_t fsdpi_tr_list(const fsdpi_tr_job *job, int rank, fsdpi_tr_meets *out) {
     const fsdpi_tr_rank *r = &job->rank[rank];
@@ -352,7 +352,7 @@ static uint64_t fsdpi_tr_list(const fsdpi_tr_job *job, int rank, fsdpi_tr_meets 
     return num;
 }
 
-// Members that do the same, as far as names tell.
+// Returns 1 if two members run the same collective, as far as names show.
 static int fsdpi_tr_alike(const fsdpi_tr_job *job, const fsdpi_tr_meets *x,
                           const fsdpi_tr_meets *y) {
     const fsdpi_tr_rank *a = &job->rank[x->rank], *b = &job->rank[y->rank];
@@ -407,7 +407,7 @@ static void fsdpi_tr_free(fsdpi_tr_job *job) {
     job->rank = NULL, job->num = 0;
 }
 
-// What the header of a file says, which is named JOB.RANK and an end.
+// The header of a file that is named JOB.RANK and an ending.
 typedef struct fsdpi_tr_label {
     char job[128];
     int32_t rank, size;
@@ -415,8 +415,8 @@ typedef struct fsdpi_tr_label {
     uint64_t id, own_id; // fsdp_world_id, 0: not all ranks have joined; this rank's summand of it
 } fsdpi_tr_label;
 
-// The files of one run of a job: their labels, in the order of ranks. other: a job of which the
-// directory has files, too; or "".
+// The files of one run of a job: their labels, sorted by rank. other: another job with files in the
+// directory, or "".
 typedef struct fsdpi_tr_files {
     fsdpi_tr_label *list;
     int32_t num;
@@ -447,11 +447,11 @@ static int fsdpi_tr_by_rank(const void *a, const void *b) {
     return ((const fsdpi_tr_label *)a)->rank - ((const fsdpi_tr_label *)b)->rank;
 }
 
-/* Returns which of the files of one name are of one run, and moves these to the front. A run has an
-   id when all of its ranks have made their files. So a run without one is later than any other
-   whose files are not all there; but a rank may not have noted the id yet: then the sum of all
-   summands is the id. Of two runs with an id the one counts of which the larger part is there, then
-   the later one. Clocks of hosts differ: they count last. */
+/* Chooses one run among files of one job, and moves its files to the front. Returns their
+   number. A run gets an id when all its ranks have made their files. So a run without an id is
+   later than any other whose files are incomplete. But a rank may not have noted the id yet: in
+   that case the sum of all summands is the id. Of two runs with an id the more complete one
+   wins, then the later one. Clocks of hosts differ, so they count last. */
 static int32_t fsdpi_tr_choose_run(fsdpi_tr_label *list, int32_t num) {
     int32_t best = 0, most = 0, begun = 0;
     int64_t best_ns = 0;
@@ -469,7 +469,7 @@ static int32_t fsdpi_tr_choose_run(fsdpi_tr_label *list, int32_t num) {
     }
     for (int32_t i = 0; i < begun; i++) sum += list[i].own_id;
     for (int32_t i = 0; i < most; i++) sum += list[best + i].own_id;
-    if (most && most == list[best].size) begun = 0; // what is left of an earlier one
+    if (most && most == list[best].size) begun = 0; // the remains of an earlier run
     else if (begun && (!most || begun + most != list[best].size || sum != list[best].id))
         return begun;
     for (int32_t i = 0; i < most; i++) {
@@ -479,9 +479,9 @@ static int32_t fsdpi_tr_choose_run(fsdpi_tr_label *list, int32_t num) {
     return begun + most;
 }
 
-/* Finds the files of a run of the job that is wanted, or (NULL) of the one whose files are the
-   latest. read: 0 if the bytes are no header. Returns 1; 0: there is none; -1: no directory, or no
-   memory. If not 1, `why` may say the reason. The caller frees out->list in any case. */
+/* Finds the files of a run of job `wanted`, or (NULL) of the job with the latest files. read:
+   returns 0 if the bytes are no header. Returns 1; 0: no such file; -1: no directory, or no
+   memory. If not 1, `why` may hold the reason. The caller frees out->list in any case. */
 static int fsdpi_tr_choose(const char *dir, const char *end, const char *wanted,
                            int (*read)(const void *bytes, fsdpi_tr_label *out), fsdpi_tr_files *out,
                            fsdpi_tr_notes *notes, const fsdpi_tr_why *why) {
@@ -551,7 +551,7 @@ static int fsdpi_tr_read_label(const void *bytes, fsdpi_tr_label *out) {
            head.size <= 1 << 20;
 }
 
-// Reads the files of a run. What cannot be read is left out, and noted.
+// Reads the files of a run. A file that cannot be read is left out and noted.
 static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsdpi_tr_job *out,
                                const fsdpi_tr_why *why) {
     char path[4096], text[512];
@@ -567,7 +567,7 @@ static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsd
         const char *name = strrchr(path, '/') + 1;
         int status = fsdpi_tr_read_file(path, name, r, &reason);
         if (!status && (r->head.rank != label->rank || r->head.size != label->size ||
-                        r->head.id != label->id)) // it was replaced meanwhile
+                        r->head.id != label->id)) // the file has been replaced
             status = fsdpi_tr_refuse(&reason, "%s: it is of rank %d of %d", name, r->head.rank,
                                      r->head.size);
         if (!status) out->num++;
@@ -581,7 +581,7 @@ static int fsdpi_tr_read_files(const char *dir, const fsdpi_tr_files *files, fsd
     return out->num ? 0 : -1;
 }
 
-// The files of the job in a directory.
+// Finds and reads the files of the job in a directory.
 static int fsdpi_tr_find(const char *dir, const char *wanted, fsdpi_tr_job *out,
                          const fsdpi_tr_why *why) {
     fsdpi_tr_files files;
@@ -601,8 +601,8 @@ static int fsdpi_tr_find(const char *dir, const char *wanted, fsdpi_tr_job *out,
     return status;
 }
 
-/* Reads the files of a job. job NULL: of the one that was written last. force: also if
-   clocks were not compared. Returns 0, or -1 with the reason in `why`. */
+/* Reads the files of a job. job NULL: of the one written last. force: even if clocks were not
+   compared. Returns 0, or -1 with the reason in `why`. */
 static int fsdpi_tr_read(const char *dir, const char *job, int force, fsdpi_tr_job *out, char *why,
                          size_t cap) {
     const fsdpi_tr_why reason = {why, cap};

@@ -16,9 +16,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// Owns: an extension of the model, and its memory, which is made at the start. Worker threads call
-// fsdpi_tr_ran: they take the next place by an atomic addition, and look names up in a table to
-// which only the caller's thread adds. All else is the caller's thread's.
+// An extension of the model, and its memory, which is allocated at the start. Worker threads call
+// fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
+// only the caller's thread extends. Only the caller's thread uses the other state.
 
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
@@ -27,7 +27,7 @@ extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_get
 
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_KEEPERS = 8 };
 
-typedef struct fsdpi_tr_key { // of a text: where it lies. NULL: free
+typedef struct fsdpi_tr_key { // a text's address; NULL: free
     const char *text;
     uint64_t name;
 } fsdpi_tr_key;
@@ -50,15 +50,15 @@ struct fsdp_trace {
     fsdp_world *world;
     char path[1024], job[128];
     int64_t bytes, first_step, last_step;
-    int streams;    // bits of those whose records the caller's thread runs
-    int error;      // of the file: errno
-    uint32_t is_on; // records are taken now
+    int streams;    // bits: streams whose ops the caller's thread runs
+    int error;      // errno of the file
+    uint32_t is_on; // 1: events are recorded
     int is_of_environment;
     int is_done, is_between, has_other; // is_done: the file is written, or cannot be
     int depth;
     fsdpi_tr_open open[FSDPI_TR_DEPTH], other; // other: a call of an extension
-    int64_t host_ns;                           // last time that the caller's thread has seen
-    uint32_t seq;                              // of the model's last record
+    int64_t host_ns;                           // last time that the caller's thread has read
+    uint32_t seq;                              // number of the model's last op
     uint64_t next_record, room;
     uint64_t num_steps, num_meetings, num_names, num_keys;
     fsdpi_tr_event *record;                  // [room]
@@ -67,15 +67,15 @@ struct fsdp_trace {
     int32_t *rank;                           // [ranks of the world]
     const fsdp_comm *group[FSDPI_TR_GROUPS]; // by number
     fsdpi_tr_meeting meeting[2 * FSDPI_TR_MEETINGS];
-    char others[FSDPI_TR_OTHERS][48];  // names behind those of the units
-    int64_t pool_bytes[FSDP_POOL_MAX]; // and states, see fsdpi_tr_pool
+    char others[FSDPI_TR_OTHERS][48];  // names after those of the units
+    int64_t pool_bytes[FSDP_POOL_MAX]; // states too, see fsdpi_tr_pool
     fsdpi_tr_keeper keeper[FSDPI_TR_KEEPERS];
     int num_keepers, has_memory;
-    char block[FSDPI_TR_BLOCK]; // of the file
+    char block[FSDPI_TR_BLOCK]; // one block of the file
 };
 
 /* -------------------------------------------------------------------------------------------- */
-// Names, and records in memory.
+// Names, and events in memory.
 
 static fsdpi_tr_key *fsdpi_tr_key_of(const fsdp_trace *t, const char *text) {
     uint64_t at = (uint64_t)(uintptr_t)text * 0x9E3779B97F4A7C15u >> 32;
@@ -93,7 +93,7 @@ static void fsdpi_tr_add_name(fsdp_trace *t, const char *text) {
     __atomic_store_n(&key->text, text, __ATOMIC_RELEASE);
 }
 
-// A name that is no unit's. The units' are there from the start.
+// Notes a name that is no unit's. Units' names are there from the start.
 static void fsdpi_tr_note_name(fsdp_trace *t, const char *text) {
     uint64_t units = (uint64_t)fsdp_num_units(t->model);
     if (!text || fsdpi_tr_key_of(t, text)->text || t->num_names - units >= FSDPI_TR_OTHERS) return;
@@ -106,7 +106,7 @@ static uint16_t fsdpi_tr_name_of(const fsdp_trace *t, const char *text) {
     return key && key->text ? (uint16_t)key->name : (uint16_t)FSDPI_TR_NO_NAME;
 }
 
-// The place of a new record, or NULL: there is no room.
+// Returns a new event, or NULL if there is no room.
 static fsdpi_tr_event *fsdpi_tr_place(fsdp_trace *t) {
     uint64_t at = __atomic_fetch_add(&t->next_record, 1, __ATOMIC_RELAXED);
     return at < t->room ? &t->record[at] : NULL;
@@ -123,7 +123,7 @@ static void fsdpi_tr_take(fsdp_trace *t, const fsdp_op *op, int64_t begin_ns, in
                               : op->waited_ns < UINT32_MAX ? op->waited_ns
                                                            : UINT32_MAX);
     r->seq = (uint32_t)op->seq;
-    r->step = 0; // until it is written
+    r->step = 0; // until the file is written
     r->slot = is_marker ? (uint32_t)op->slot : 0;
     r->what = fsdpi_tr_name_of(t, op->what);
     r->comm = op->comm_number;
@@ -142,12 +142,12 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What the library tells.
+// Callbacks of the extension.
 
 static void fsdpi_tr_finish(fsdp_trace *t, int meets);
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
-// What units hold when the trace begins, as if they acquired it then.
+// Notes the slots that units hold when the trace begins, as if they were acquired then.
 static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     fsdp_param_view v = FSDP_ZERO;
     for (const fsdp_unit *last = NULL; fsdp_next_param(t->model, &v); last = v.unit) {
@@ -166,8 +166,8 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     }
 }
 
-// Pools, as large as they have been, and the states of extensions, once: an optimizer may end
-// before the trace does. Asked for sizes alone, states stay as they are.
+// Notes the pools' largest sizes and the extensions' states, once: an optimizer may be destroyed
+// before the trace ends. A query of sizes leaves states unchanged.
 static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
     fsdp_state_item item = FSDP_ZERO;
     fsdp_memory now;
@@ -187,17 +187,17 @@ static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
     }
 }
 
-// The first call of a step.
+// Handles the first call of a step.
 static FSDPI_TR_COLD void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op op;
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
     t->is_between = 0;
-    // After a finalize that has failed the step goes on.
+    // After a failed finalize the step continues.
     if (t->num_steps && t->step[t->num_steps - 1].number >= (uint32_t)number) return;
     if (number > t->last_step) {
         fsdpi_tr_finish(t, 1);
-        (void)fsdpi_tr_result(t); // it is logged; fsdp_trace_stop returns it
+        (void)fsdpi_tr_result(t); // it is logged, and fsdp_trace_stop returns it
     }
     if (number < t->first_step || number > t->last_step) return;
     int64_t now = fsdp_now(t->world);
@@ -209,7 +209,7 @@ static FSDPI_TR_COLD void fsdpi_tr_begin_step(fsdp_trace *t) {
     __atomic_store_n(&t->is_on, 1u, __ATOMIC_RELAXED);
 }
 
-// A call of an extension has ended before the program's next one.
+// Ends a call of an extension, which has ended before the program's next one.
 static void fsdpi_tr_end_other(fsdp_trace *t, int64_t end_ns) {
     if (t->has_other) fsdpi_tr_take_call(t, &t->other, end_ns);
     t->has_other = 0;
@@ -223,7 +223,7 @@ static int fsdpi_tr_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
     int ends = call != FSDP_CALL_SET && call != FSDP_CALL_RESET && call != FSDP_CALL_LOAD;
     if (!t->is_on || !ends || t->depth == FSDPI_TR_DEPTH) return 0;
     if (call != FSDP_CALL_PARAMS_CHANGED || t->other.call != FSDP_CALL_EXTENSION)
-        fsdpi_tr_end_other(t, t->host_ns); // an own optimizer's work is the caller's
+        fsdpi_tr_end_other(t, t->host_ns); // the program's optimizer is the caller
     fsdpi_tr_open *o = &t->open[t->depth++];
     o->begin_ns = t->host_ns = fsdp_now(t->world);
     o->seq = t->seq + 1;
@@ -237,14 +237,14 @@ static void fsdpi_tr_returned(void *user, fsdp_model *model, fsdp_unit *unit, in
     (void)model, (void)unit;
     if (call == FSDP_CALL_FINALIZE) t->is_between = 1;
     if (!t->is_on) return;
-    while (t->depth && t->open[t->depth - 1].call != call) t->depth--; // that have failed
+    while (t->depth && t->open[t->depth - 1].call != call) t->depth--; // these calls have failed
     if (!t->depth) return;
     t->host_ns = fsdp_now(t->world);
     fsdpi_tr_take_call(t, &t->open[--t->depth], t->host_ns);
     if (call != FSDP_CALL_PARAMS_CHANGED) return;
-    t->other.call = (uint8_t)call; // a call that ends so is a step of an optimizer
+    t->other.call = (uint8_t)call; // such a call is a step of an optimizer
     fsdpi_tr_end_other(t, t->host_ns);
-    if (!t->has_memory) fsdpi_tr_note_memory(t); // once, and at the end: it takes time
+    if (!t->has_memory) fsdpi_tr_note_memory(t); // once, at the end, since it takes time
 }
 
 static int fsdpi_tr_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -287,15 +287,15 @@ FSDP_API void fsdp_trace_span(fsdp_trace *trace, const char *name, int64_t begin
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The file. Its sections are written one after another: each time all entries are offered, and
-// those of the section are taken. The first time they are counted.
+// The file. Its sections are written in order: each pass offers all entries, and takes those of one
+// section. The first pass counts them.
 
 typedef struct fsdpi_tr_out {
     FILE *file;
     char *block;
     size_t used;
-    int section, error; // of fsdpi_tr_section; -1: counted
-    uint32_t text;      // of TEXT, so far
+    int section, error; // section: of fsdpi_tr_section; -1: count
+    uint32_t text;      // bytes of TEXT so far
     fsdpi_tr_header head;
 } fsdpi_tr_out;
 
@@ -398,13 +398,13 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_ou
     }
 }
 
-/* The step of a record: of those of the world, whose numbers are others, and of spans by the time.
-   A record of no step that is recorded becomes one of no kind. */
+/* Sets the step of an event. Spans, and ops of the world, whose numbers differ, get it by time.
+   An event of no recorded step gets no kind. */
 static void fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_event *r) {
     int by_time = r->kind == FSDPI_TR_SPAN ||
                   (r->kind < FSDPI_TR_CALL &&
                    (r->label == FSDP_LABEL_WORLD || r->label == FSDP_LABEL_TRANSFER));
-    uint64_t low = 0, high = t->num_steps; // those before low had begun, those from high on had not
+    uint64_t low = 0, high = t->num_steps; // steps before low had begun, those from high on had not
     while (low < high) {
         uint64_t k = low + (high - low) / 2;
         const fsdpi_tr_step *s = &t->step[k];
@@ -416,7 +416,7 @@ static void fsdpi_tr_set_step(const fsdp_trace *t, fsdpi_tr_event *r) {
     else r->kind = FSDPI_TR_KINDS;
 }
 
-// The records that there are.
+// Returns the number of events recorded.
 static uint64_t fsdpi_tr_taken(const fsdp_trace *t) {
     return t->next_record < t->room ? t->next_record : t->room;
 }
@@ -443,7 +443,7 @@ static int64_t fsdpi_tr_time(int clock) {
     return time[0] * 1000000000 + time[1];
 }
 
-// The ranks of the model's mesh as a number.
+// Returns a hash of the ranks in the model's mesh.
 static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
     uint64_t hash = 0;
@@ -471,7 +471,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
     h->prefetch_bytes = d.prefetch_bytes, h->direct_min = d.direct_min;
 }
 
-// Returns errno. A reader sees the whole file or none.
+// Writes the file. Returns errno. A reader sees the complete file or none.
 static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
     static const uint32_t sizes[FSDPI_TR_SECTION_COUNT] = {
 #define FSDP_X(number, name, type) sizeof(type),
@@ -509,9 +509,9 @@ static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// From start to end.
+// Start and stop.
 
-// All ranks of the mesh meet, so that their clocks can be compared.
+// Makes all ranks of the mesh meet, so that their clocks can be compared.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(t->model, &info);
@@ -535,11 +535,11 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
                      t->path, strerror(t->error));
 }
 
-/* No record is taken from here on: the library has no more to tell, and reads no clock. The file is
-   written. meets: with the other ranks, of which one may have gone when a model ends. */
+/* Stops recording, and writes the file. The library then calls no callbacks and reads no clock.
+   meets: ranks meet first; at the end of a model a rank may be gone. */
 static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
-    // What has been issued is told before. At the end of the model nobody tells any more.
+    // Ops issued so far are reported first. At the end of the model there are no further callbacks.
     if (meets) (void)fsdp_extension_mute(t->model, &t->extension);
     __atomic_store_n(&t->is_on, 0u, __ATOMIC_RELAXED);
     t->is_done = 1;
@@ -577,7 +577,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
     return status ? status : written;
 }
 
-// The directory, and the steps, of the desc or the environment.
+// Takes directory and steps from the desc or the environment.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
     const char *steps = getenv("FSDP_TRACE_STEPS");
     long long first = 3, last = 5;
@@ -609,7 +609,7 @@ static int64_t fsdpi_tr_part(int64_t *bytes, int64_t count, size_t size) {
     return at;
 }
 
-// One allocation for all.
+// Allocates the trace in one block.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d,
                                               fsdp_trace **out) {
     int64_t bytes = 0, keys = 2, units = fsdp_num_units(model), room = d->records;
@@ -645,8 +645,9 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     return FSDP_OK;
 }
 
-// DIR/JOB.RANK.trace, of later models of the world DIR/JOB-1.RANK.trace. Makes the directory, looks
-// whether files can be made there, and takes that of an earlier run away: nobody mixes the two.
+// Sets the path: DIR/JOB.RANK.trace, or DIR/JOB-1.RANK.trace for later models of the world. Makes
+// the directory, checks that files can be made there, and deletes the file of an earlier run, so
+// that the two are not mixed.
 static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
     char turn[16] = "";
@@ -701,7 +702,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
     if (!status) status = fsdpi_tr_new(model, &d, &t);
     if (!status) status = fsdpi_tr_place_file(t, d.dir);
     int is_attached = !status && !(status = fsdpi_tr_attach(t));
-    int32_t worst = (int32_t)status; // no rank waits for one that has failed
+    int32_t worst = (int32_t)status; // no rank waits for a failed one
     fsdp_status met = fsdp_all_reduce(w, info.mesh, &worst, 1, FSDP_I32, FSDP_MAX);
     if (!met && !worst) met = fsdpi_tr_meet(t);
     if (!status) status = met;
@@ -716,7 +717,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// FSDP_TRACE: every model of the program. What fails is logged, and the program goes on.
+// FSDP_TRACE: every model of the program. A failure is logged, and the program continues.
 
 static FSDPI_TR_COLD void fsdpi_tr_committed(fsdp_model *model) {
     const char *dir = getenv("FSDP_TRACE");
@@ -724,7 +725,7 @@ static FSDPI_TR_COLD void fsdpi_tr_committed(fsdp_model *model) {
     if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;
 }
 
-// Before other functions of this kind, which may make models.
+// Runs before other constructors, which may make models.
 static __attribute__((constructor(101))) void fsdpi_tr_begin(void) {
     static fsdp_commit_hook hook = {fsdpi_tr_committed, NULL};
     fsdp_on_commit(&hook);
