@@ -19,8 +19,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Owns: the plan of a load. All errors in names, shapes and dtypes are found before a value
-// changes, and all ranks agree about them.
+// Plans and runs a load. All errors in names, shapes and dtypes are found before a value changes,
+// and all ranks agree on them.
 
 typedef struct fsdpi_ck_load {
     fsdp_checkpoint *ck;
@@ -28,20 +28,20 @@ typedef struct fsdpi_ck_load {
     fsdpi_ck_io *io;
     fsdpi_ck_opened opened;
     fsdpi_ck_reader reader;
-    fsdpi_ck_buffer numbers; // numbers of extensions as the files have them: f64 or i64
-    fsdpi_ck_buffer flags;   // FSDPI_CK_* for each tensor of the table
+    fsdpi_ck_buffer numbers; // numbers of extensions as in the files: f64 or i64
+    fsdpi_ck_buffer flags;   // FSDPI_CK_* for each tensor in the table
     fsdpi_ck_verify_job verify;
     char missing[512], extra[512], dropped[512];
     char tied[320]; // a hint about a missing matrix, or ""
     int num_wanted, num_missing, num_extra;
-    int num_blobs, num_states; // that are missing
-    int num_dropped;           // states of a parameter of this model that no extension takes
+    int num_blobs, num_states; // missing ones
+    int num_dropped;           // states of this model's parameters that no extension takes
 } fsdpi_ck_load;
 
 // A tensor keeps its value, is read, is read as an integer, or becomes zero.
 enum { FSDPI_CK_LEFT = 0, FSDPI_CK_READ, FSDPI_CK_INTEGER, FSDPI_CK_ZERO };
 
-// At most three names in a text.
+// Appends a name to a text, at most three in total.
 static void fsdpi_ck_name_some(char *text, size_t cap, int count, const char *name) {
     size_t used = strlen(text);
     if (count <= 3) snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
@@ -69,7 +69,7 @@ static fsdp_status fsdpi_ck_differs(fsdpi_ck_load *l, const char *name, fsdp_dty
                      "[E436] %s: '%s' is %s there, and %s here%s", l->io->call, name, a, b, hint);
 }
 
-// Can elements of dtype `there` be read into x?
+// Returns 1 if elements of dtype `there` can be read into x.
 static int fsdpi_ck_takes(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x, fsdp_dtype there) {
     if (there == x->file_dtype) return 1;
     if (x->file_dtype != x->dtype) return there == FSDP_F32 || there == FSDP_I64; // a number
@@ -77,7 +77,8 @@ static int fsdpi_ck_takes(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x, fsdp
            fsdp_dtype_is_float(x->file_dtype);
 }
 
-/* Wants one source of a tensor: rows of dim 0 (after transposing), from `row` of the whole on. */
+/* Adds one source of a tensor to the wanted boxes: rows of dim 0 (after transposing), beginning
+   with `row`. */
 static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                                         const fsdp_checkpoint_source *s, int64_t first_box,
                                         int64_t count, int64_t *row, char *to) {
@@ -113,7 +114,7 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
     w.to = to;
     memcpy(w.start, x->start, sizeof w.start);
     memcpy(w.shape, x->shape, sizeof w.shape);
-    if (x->ndim) { // rows [*row, *row + rows) of the whole, as far as they are in this rank's box
+    if (x->ndim) { // rows [*row, *row + rows) of the whole, limited to this rank's box
         int64_t begin = x->start[0] > *row ? x->start[0] : *row;
         int64_t end = x->start[0] + x->shape[0] < *row + rows ? x->start[0] + x->shape[0]
                                                               : *row + rows;
@@ -133,7 +134,7 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return fsdpi_ck_add_want(&l->reader, &w, first_box, count);
 }
 
-// The sources of a tensor: those that the trainer gives, or its own name.
+// Lists the sources of a tensor: those that the trainer sets, or its own name.
 static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                             fsdp_checkpoint_source *out) {
     memset(out, 0, FSDP_CHECKPOINT_SOURCES * sizeof *out);
@@ -142,8 +143,8 @@ static int fsdpi_ck_sources(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
     return l->desc.source(l->desc.user, &x->view, out);
 }
 
-// The next name in the files that begins with the prefix; NULL: there is no other one. *at: the box
-// from which to search; -1 at first.
+// Returns the next name in the files that begins with the prefix, or NULL. *at: the box from which
+// to search; -1 at first.
 static const char *fsdpi_ck_next_name(const fsdpi_ck_opened *o, const char *prefix, int64_t *at) {
     if (*at < 0) (void)fsdpi_ck_boxes_of(o, prefix, at);
     if (*at >= o->num_boxes) return NULL;
@@ -152,8 +153,8 @@ static const char *fsdpi_ck_next_name(const fsdpi_ck_opened *o, const char *pref
     while (++*at < o->num_boxes && strcmp(o->boxes[*at].entry->name, name) == 0) continue;
     return name;
 }
-// The parameter in a name "optim.state.PARAMETER.STATE"; both may have dots. NULL: this model has
-// no such parameter.
+// Returns the parameter in a name "optim.state.PARAMETER.STATE"; both may contain dots. NULL: this
+// model has no such parameter.
 static fsdpi_ck_tensor *fsdpi_ck_owner(const fsdpi_ck_table *t, const char *name) {
     char param[FSDP_CHECKPOINT_NAME + 128], *dot;
     snprintf(param, sizeof param, "%s", name + strlen(FSDPI_CK_STATES));
@@ -164,7 +165,7 @@ static fsdpi_ck_tensor *fsdpi_ck_owner(const fsdpi_ck_table *t, const char *name
     }
     return NULL;
 }
-// Does the checkpoint have any state of this parameter?
+// Returns 1 if the checkpoint has any state of this parameter.
 static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor *x) {
     const fsdpi_ck_tensor *p = fsdpi_ck_param_of(&l->ck->table, x);
     char prefix[FSDP_CHECKPOINT_NAME + 32];
@@ -175,7 +176,7 @@ static int fsdpi_ck_has_states_of(const fsdpi_ck_load *l, const fsdpi_ck_tensor 
     return 0;
 }
 
-// If the files lack a matrix and have an embedding of its shape, they may tie both: notes the rule.
+// Notes a hint if the files lack a matrix and have an embedding of its shape: they may tie both.
 static void fsdpi_ck_note_tied(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *lacks) {
     const char *name;
     if (x->ndim != 2 || x->place != 0 || x->blob >= 0 || *l->tied) return;
@@ -194,7 +195,7 @@ static void fsdpi_ck_note_tied(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const
     }
 }
 
-// What to do with a tensor that the checkpoint lacks.
+// Returns FSDPI_CK_* for a tensor that the checkpoint lacks. Counts it if that is an error.
 static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const char *name) {
     const fsdp_checkpoint_blob *b = x->blob >= 0 ? fsdpi_ck_blob(l->ck, x->blob) : NULL;
     if (b && (b->optional || (b->per_rank && l->opened.world != l->ck->size))) return FSDPI_CK_LEFT;
@@ -209,9 +210,9 @@ static int fsdpi_ck_without(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const ch
     return FSDPI_CK_LEFT;
 }
 
-// The rows of a source: its own number, or else all rows of its tensor after `first`. -1: it has no
-// number, and the files lack the tensor. 0: its number is wrong, which fails later, when it is
-// wanted.
+// Returns the rows of a source: its own number, or all rows of its tensor after `first`. -1: it has
+// no number, and the files lack the tensor. 0: its number is wrong, which fails later, when it is
+// added.
 static int64_t fsdpi_ck_rows_of(const fsdpi_ck_load *l, const fsdp_checkpoint_source *s) {
     int64_t first, there[FSDP_MAX_DIMS] = {0};
     int64_t count = fsdpi_ck_boxes_of(&l->opened, s->name, &first);
@@ -230,8 +231,8 @@ static fsdp_status fsdpi_ck_wrong_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *
                      x->name, (long long)rows, (long long)x->whole[0]);
 }
 
-// Gives each source its rows, even if tensors are missing: one source without a number has the rows
-// that the others leave.
+// Sets the rows of each source, even if tensors are missing: one source without a number has the
+// rows that the others leave.
 static fsdp_status fsdpi_ck_settle_rows(fsdpi_ck_load *l, const fsdpi_ck_tensor *x,
                                         fsdp_checkpoint_source *s, int num) {
     fsdp_checkpoint_source *untold = NULL;
@@ -304,7 +305,7 @@ static fsdp_status fsdpi_ck_plan_tensor(fsdpi_ck_load *l, int index) {
     return x->ndim && row != x->whole[0] ? fsdpi_ck_wrong_rows(l, x, row) : FSDP_OK;
 }
 
-// Counts names that this rank has not asked for.
+// Counts names that this rank has not requested.
 static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
     const fsdpi_ck_table *t = &l->ck->table;
     const char *name;
@@ -315,7 +316,8 @@ static void fsdpi_ck_count_extra(fsdpi_ck_load *l) {
     }
 }
 
-// Does the load want states? Not with params_only, nor with desc.source, which is for parameters.
+// Returns 1 if the load includes states: not with params_only, nor with desc.source, which is for
+// parameters.
 static int fsdpi_ck_wants_states(const fsdpi_ck_load *l) {
     return !l->desc.params_only && !l->desc.source;
 }
@@ -323,8 +325,8 @@ static void fsdpi_ck_drop_state(fsdpi_ck_load *l, const char *name) {
     fsdpi_ck_name_some(l->dropped, sizeof l->dropped, ++l->num_dropped, name);
 }
 
-// If the files have states of a frozen parameter, which has none here, its optimizer keeps them
-// until the thaw. With skip_frozen they are not read.
+// Reserves states of frozen parameters that the files have: their optimizer keeps them until the
+// thaw. With skip_frozen they are not read.
 static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     fsdp_status status = FSDP_OK;
@@ -340,7 +342,7 @@ static fsdp_status fsdpi_ck_hold_states(fsdpi_ck_load *l) {
     return status || !held ? status : fsdpi_ck_tabulate(ck, l->io->call, 0);
 }
 
-// Counts states of parameters of this model that no extension takes.
+// Counts states of this model's parameters that no extension takes.
 static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     const fsdpi_ck_table *t = &ck->table;
@@ -361,7 +363,7 @@ static fsdp_status fsdpi_ck_count_dropped(fsdpi_ck_load *l) {
     return status;
 }
 
-// The lowest rank that drops states, or leaves tensors as they are, warns of it.
+// Warns, on the lowest rank that drops states or leaves tensors unchanged.
 static fsdp_status fsdpi_ck_tell_left(const fsdpi_ck_load *l) {
     fsdp_checkpoint *ck = l->ck;
     int32_t first[2] = {l->num_dropped ? ck->rank : ck->size, l->num_missing ? ck->rank : ck->size};
@@ -405,10 +407,10 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Phases. In each of them a rank does its own part, and then makes rounds until all have done
+// Phases. In each of them a rank does its own part, and then makes rounds until all have ended
 // theirs.
 
-// Rank 0 reads the headers, and all ranks get them.
+// Reads the headers on rank 0, and sends them to all ranks.
 static fsdp_status fsdpi_ck_share_bulk(fsdpi_ck_load *l, const char *path) {
     fsdp_checkpoint *ck = l->ck;
     fsdp_status mine = ck->rank == 0 ? fsdpi_ck_fetch(l->io, path, &l->opened.bulk) : FSDP_OK;
@@ -443,7 +445,7 @@ static fsdp_status fsdpi_ck_verify_as(fsdpi_ck_load *l, fsdpi_ck_job job) {
     return fsdpi_ck_finish_phase(l->ck, l->io->call, fsdpi_ck_do(l->io, job, &l->verify));
 }
 
-// Sets states that the checkpoint lacks to zero, and copies numbers to their places.
+// Sets states that the checkpoint lacks to zero, and copies numbers to their tensors.
 static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < l->ck->table.num && !status; i++) {
@@ -471,8 +473,8 @@ static fsdp_status fsdpi_ck_settle(fsdpi_ck_load *l) {
     return status;
 }
 
-// Reads into the model. After a failure its values are undefined. Extensions are told which
-// parameters are replaced; one without elements is in no file.
+// Reads into the model. After a failure its values are undefined. Extensions are notified of
+// replaced parameters; one without elements is in no file.
 static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     fsdp_status status = fsdp_params_writable(l->ck->model);
     for (int i = 0; i < l->ck->table.num && !status; i++) {
@@ -485,7 +487,7 @@ static fsdp_status fsdpi_ck_read_model(fsdpi_ck_load *l) {
     return status ? status : fsdpi_ck_settle(l);
 }
 
-// The arguments that have to be equal on all ranks. l NULL: this rank had no memory, and fails.
+// Sets the arguments that must be equal on all ranks. l NULL: this rank had no memory, and fails.
 static void fsdpi_ck_load_args(const fsdpi_ck_load *l, const char *path, fsdpi_ck_args *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->path, sizeof out->path, "%s", path ? path : "");

@@ -20,9 +20,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Owns: the way from a path to a sorted list of boxes. One process reads headers into one block of
-// bytes. All ranks get that block, and make the same list from it. Checkpoints of this library, of
-// PyTorch and models of Hugging Face differ only in where the names of the files come from.
+// From a path to a sorted list of boxes. One process reads headers into one block of bytes. All
+// ranks get that block, and make equal lists from it. Checkpoints of this library, those of PyTorch
+// and models of Hugging Face differ only in the source of the file names.
 
 /* -------------------------------------------------------------------------------------------- */
 // File calls as jobs.
@@ -85,7 +85,7 @@ static void fsdpi_ck_list_leaves(void *arg) {
                        j->path);
 }
 
-// A failure: of the world, or, without a world, in the caller's text and in no log.
+// Reports a failure: of the world or, without a world, in the caller's text and in no log.
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char *format, ...) {
     char text[FSDP_CHECKPOINT_PATH + 512];
@@ -97,7 +97,7 @@ static fsdp_status fsdpi_ck_fail(fsdpi_ck_io *io, fsdp_status status, const char
     if (io->cap) snprintf(io->text, io->cap, "%s", text);
     return status;
 }
-// A failure of the disk becomes that of a call without a worker.
+// Returns the disk's failure as that of a call without a worker.
 static fsdp_status fsdpi_ck_disk_status(fsdpi_ck_io *io) {
     return io->disk->status
                ? fsdpi_ck_fail(io, io->disk->status, "[E434] %s: %s", io->call, io->disk->text)
@@ -114,12 +114,13 @@ static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const ch
     return fsdpi_ck_fail(io, status, "[E435] %s: %s: %s", io->call, name, why);
 }
 
-// If the worker hangs, it may still use this memory: the memory stays until the process ends.
+// Frees memory, unless a hung worker may still use it: in that case it stays until the process
+// ends.
 static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_buffer *room) {
     if (!io->ck || !io->ck->stuck) fsdpi_ck_free(io->model, room);
 }
 
-// Opens `path` for the jobs that follow. If there is no such file, open.error says so.
+// Opens `path` for the jobs that follow. Sets open.error if there is no such file.
 static fsdp_status fsdpi_ck_open_path(fsdpi_ck_io *io, const char *path) {
     memset(&io->open, 0, sizeof io->open);
     if (path != io->path) snprintf(io->path, sizeof io->path, "%s", path);
@@ -132,26 +133,26 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
     io->read.to = to, io->read.at = 0, io->read.nbytes = nbytes;
     return fsdpi_ck_do(io, fsdpi_ck_read_bytes, &io->read);
 }
-// Closes the file. If `status` is a failure, returns that.
+// Closes the file. Returns `status` if it is a failure, otherwise the result of closing.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
     if (io->ck && io->ck->stuck) return status;
-    io->open.quiet = status != 0; // the text of the first failure stays
+    io->open.quiet = status != 0; // keeps the text of the first failure
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The block of bytes. Each piece is a number of bytes (-1: there is no such piece), then the bytes,
-// padded to 8. Pieces: 1 if the path is a file and no directory; the manifest; the index, and its
-// name; then of each data file its name, its size as 8 bytes, and its header with the 8 bytes
-// before it.
+// The block of bytes. Each piece is its number of bytes (-1: no such piece), followed by the bytes,
+// padded to 8. Pieces: 1 if the path is a file, not a directory; the manifest; the index, and its
+// name; then, per data file, its name, its size as 8 bytes, and its header with the 8 bytes before
+// it.
 
 typedef struct fsdpi_ck_headers {
     fsdpi_ck_buffer room;
     int64_t used;
 } fsdpi_ck_headers;
 
-// A new piece. data NULL: its bytes come later. *where: their place.
+// Appends a piece. data NULL: its bytes come later. Sets *where to their address.
 static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_headers *b, const void *data,
                                 int64_t nbytes, char **where) {
     int64_t padded = nbytes < 0 ? 0 : (nbytes + 7) / 8 * 8;
@@ -165,7 +166,7 @@ static fsdp_status fsdpi_ck_put(fsdpi_ck_io *io, fsdpi_ck_headers *b, const void
     b->used += 8 + padded;
     return FSDP_OK;
 }
-// The next piece. Returns its number of bytes.
+// Returns the number of bytes in the next piece, and sets *where to them.
 static int64_t fsdpi_ck_take(const fsdpi_ck_headers *b, int64_t *at, const char **where) {
     int64_t nbytes = 0;
     if (*at + 8 > b->used) return -1;
@@ -175,8 +176,8 @@ static int64_t fsdpi_ck_take(const fsdpi_ck_headers *b, int64_t *at, const char 
     return nbytes;
 }
 
-// A whole file as a piece. *there: 0: there is no such file, and the piece says so. If the name is
-// that of something else than a file, it fails: a checkpoint must not seem to lack a manifest.
+// Appends a complete file as a piece. Sets *there to 0 if the file does not exist. Fails if the
+// name is not that of a file: a checkpoint must not seem to lack a manifest.
 static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_headers *b, const char *dir,
                                        const char *leaf, int *there) {
     char path[FSDP_CHECKPOINT_PATH], *to = NULL;
@@ -198,7 +199,7 @@ static fsdp_status fsdpi_ck_fetch_text(fsdpi_ck_io *io, fsdpi_ck_headers *b, con
     return fsdpi_ck_close_path(io, status);
 }
 
-// The header of a data file: three pieces.
+// Appends the header of a data file: three pieces.
 static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_headers *b, const char *path,
                                          const char *leaf) {
     char why[256] = "", *to = NULL;
@@ -210,7 +211,7 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_headers *b, c
         return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, strerror(io->open.error));
     status = fsdpi_ck_put(io, b, leaf, (int64_t)strlen(leaf) + 1, NULL);
     if (!status) status = fsdpi_ck_put(io, b, &bytes, 8, NULL);
-    if (!status) status = fsdpi_ck_put(io, b, NULL, 8, &to); // grows to the header
+    if (!status) status = fsdpi_ck_put(io, b, NULL, 8, &to); // extended to the header later
     if (!status && bytes >= 8) status = fsdpi_ck_read_path(io, to, 8);
     if (!status && fsdp_safetensors_header_bytes(to, bytes, &n, why, sizeof why))
         status = fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why);
@@ -223,7 +224,7 @@ static fsdp_status fsdpi_ck_fetch_header(fsdpi_ck_io *io, fsdpi_ck_headers *b, c
     return fsdpi_ck_close_path(io, status);
 }
 
-// Names of data files, each once and sorted, one after another in `text`.
+// Names of data files, distinct and sorted, one after another in `text`.
 typedef struct fsdpi_ck_leaves {
     fsdpi_ck_buffer text, list;
     int64_t num;
@@ -238,7 +239,8 @@ static int fsdpi_ck_has_leaf(const fsdpi_ck_leaves *l, const char *leaf) {
            bsearch((const void *)&leaf, l->list.ptr, (size_t)l->num, sizeof leaf, fsdpi_ck_by_text);
 }
 
-// model.safetensors.index.json comes first: if it is there, it is the index that counts.
+// Notes the name of an index. model.safetensors.index.json comes first, so that it is the one that
+// counts.
 static void fsdpi_ck_note_index(fsdpi_ck_leaves *l, const char *name) {
     int first = strcmp(name, "model.safetensors.index.json") == 0;
     if (first) l->index[1] = l->index[0];
@@ -250,7 +252,7 @@ static fsdp_status fsdpi_ck_leaves_of_dir(fsdpi_ck_io *io, const char *path, fsd
     fsdp_status status = FSDP_OK;
     snprintf(io->path, sizeof io->path, "%s", path);
     j->disk = io->disk, j->path = io->path;
-    do { // the first pass measures; the directory may grow until the second one
+    do { // the first pass measures; the directory may grow before the second
         j->to = (char *)l->text.ptr, j->cap = l->text.cap;
         status = fsdpi_ck_do(io, fsdpi_ck_list_leaves, j);
         if (!status && j->used > j->cap) status = fsdpi_ck_reserve(io->model, &l->text, j->used, 0);
@@ -299,7 +301,7 @@ static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *name, const c
     return status ? fsdpi_ck_broken(io, status, name, why) : FSDP_OK;
 }
 
-// The data files that a manifest or an index names. index: its name; NULL: a manifest.
+// Lists the data files in a manifest or an index. index: its name; NULL: a manifest.
 static fsdp_status fsdpi_ck_told_leaves(fsdpi_ck_io *io, const char *text, int64_t nbytes,
                                         const char *index, fsdpi_ck_leaves *l) {
     fsdpi_ck_manifest m;
@@ -319,20 +321,20 @@ static fsdp_status fsdpi_ck_told_leaves(fsdpi_ck_io *io, const char *text, int64
     return FSDP_OK;
 }
 
-// The part of a path after its last slash.
+// Returns the part of a path after its last slash.
 static const char *fsdpi_ck_last_part(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 
-// A name that says how many files belong together: model-00002-of-00003.safetensors.
+// A name with the number of files that belong together: model-00002-of-00003.safetensors.
 typedef struct fsdpi_ck_shard {
-    const char *name, *rest;    // rest: what follows the second number
+    const char *name, *rest;    // rest: the text after the second number
     int64_t before, number, of; // before: bytes before the first number
-    int32_t digits, own;        // of the first number; own: bytes of "shard-00001-", which each
-} fsdpi_ck_shard;               // rank of PyTorch has of its own
+    int32_t digits, own;        // digits: length of the first number; own: bytes of "shard-00001-",
+} fsdpi_ck_shard;               // which each rank of PyTorch writes
 
-// Digits at `text` and their number; 0: there are none, or too many.
+// Reads digits at `text`. Returns how many there are; 0: none, or too many.
 static int fsdpi_ck_digits(const char *text, int64_t *number) {
     int n = 0;
     for (*number = 0; n < 10 && text[n] >= '0' && text[n] <= '9'; n++)
@@ -356,7 +358,7 @@ static int fsdpi_ck_is_shard(const char *name, fsdpi_ck_shard *out) {
     if (own && name[6 + own] == '-' && out->before > 6 + own) out->own = 7 + own;
     return out->digits && first + out->digits == of && second && out->number <= out->of;
 }
-static int fsdpi_ck_by_set(const void *a, const void *b) { // of one set, then by number
+static int fsdpi_ck_by_set(const void *a, const void *b) { // by set, then by number
     const fsdpi_ck_shard *x = (const fsdpi_ck_shard *)a, *y = (const fsdpi_ck_shard *)b;
     int64_t n = x->before - x->own, k = y->before - y->own;
     int order = strncmp(x->name + x->own, y->name + y->own, (size_t)fsdpi_ck_less(n, k));
@@ -371,7 +373,7 @@ static int fsdpi_ck_by_shard(const void *a, const void *b) {
     return order ? order : x->number < y->number ? -1 : x->number > y->number;
 }
 
-// If names say how many files belong together, all of these have to be there.
+// Fails if names give the number of files that belong together, and one of these is missing.
 static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
                                          const fsdpi_ck_leaves *l) {
     fsdpi_ck_buffer room = {NULL, 0};
@@ -386,7 +388,7 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
         num += fsdpi_ck_is_shard(((const char *const *)l->list.ptr)[i], &list[num]);
     if (num) qsort(list, (size_t)num, sizeof *list, fsdpi_ck_by_shard);
     for (int64_t i = 0; i < num && !status; i++) {
-        if (last) next = first = list[i].number > 0; // a set counts from 1, or from 0
+        if (last) next = first = list[i].number > 0; // a set is numbered from 1 or from 0
         last = i + 1 == num || fsdpi_ck_by_set(&list[i], &list[i + 1]) != 0;
         int lacks = list[i].number > next;
         if (list[i].number == next) next++;
@@ -405,9 +407,9 @@ static fsdp_status fsdpi_ck_check_shards(fsdpi_ck_io *io, const char *path,
     return status;
 }
 
-// There is an index, and it decides which files are read. If a file with the name of the index lies
-// beside it, which other programs would read, it fails. told: the files that the index names.
-// single: out: only this file is meant.
+// Checks the index, which decides which files are read. Fails if a file with the index's base name
+// is next to it, which other programs would read. told: the files that the index names. single:
+// receives the name of the only file to read.
 static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const fsdpi_ck_leaves *l,
                                         const fsdpi_ck_leaves *told, char single[256]) {
     const char *index = l->index[0], *lacks = NULL;
@@ -420,7 +422,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
         else if (!lacks) lacks = leaf;
     }
     const int beside = fsdpi_ck_has_leaf(l, single) && !fsdpi_ck_has_leaf(told, single);
-    if (beside && !there) return FSDP_OK; // the files of the index have gone
+    if (beside && !there) return FSDP_OK; // the files of the index are gone
     if (beside)
         snprintf(why, sizeof why,
                  "it has %.250s and %.250s, which names other files: one of the two is of another "
@@ -437,7 +439,7 @@ static fsdp_status fsdpi_ck_check_index(fsdpi_ck_io *io, const char *path, const
     return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, path, why) : FSDP_OK;
 }
 
-// There is no data file and no manifest: the text says what there is.
+// Reports a path without data files and manifest: the text says what is there.
 static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b) {
     char why[400];
     int pickled = 0;
@@ -467,7 +469,7 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
                                      "checkpoint?");
 }
 
-// A directory of another program: index and name of the index as pieces, and the data files in
+// Reads a directory of another program: index and index name as pieces, and the data files in
 // `told`.
 static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b,
                                          fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
@@ -490,7 +492,7 @@ static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdp
             return fsdpi_ck_put(io, b, index, (int64_t)strlen(index) + 1, NULL);
     }
     if (status) return status;
-    b->used = index_at; // no index is meant
+    b->used = index_at; // no index is used
     status = fsdpi_ck_put(io, b, NULL, -1, NULL);
     if (!status) status = fsdpi_ck_put(io, b, NULL, -1, NULL);
     if (!status && !l->num) return fsdpi_ck_no_checkpoint(io, path, b);
@@ -528,7 +530,7 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
     return status;
 }
 
-/* On rank 0, or without a world: reads all headers of what is at path. */
+/* Reads all headers of a path, on rank 0 or without a world. */
 static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b) {
     fsdpi_ck_leaves l[2]; // names in the directory, and those that are read
     memset(l, 0, sizeof l);
@@ -551,28 +553,28 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_he
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What the block says.
+// Parsing the block.
 
 typedef struct fsdpi_ck_data_file { // a data file
     const char *name;
-    int64_t bytes, header; // of the file; 8 + N
+    int64_t bytes, header; // bytes of the file; 8 + N
     int64_t first, num;    // its entries
-    const char *text;      // of the header, from the first byte of the file on
-    const uint32_t *crcs;  // NULL: there are none
+    const char *text;      // header, from the first byte of the file
+    const uint32_t *crcs;  // NULL: none
 } fsdpi_ck_data_file;
 
 typedef struct fsdpi_ck_opened {
     fsdpi_ck_headers bulk;
-    fsdpi_ck_buffer told, work; // of manifest or index; entries, boxes, parts, names
-    int64_t step;             // -1: there is no manifest
-    int64_t world;            // ranks that saved it; 0: unknown
+    fsdpi_ck_buffer told, work; // manifest or index; entries, boxes, parts, names
+    int64_t step;             // -1: no manifest
+    int64_t world;            // number of ranks that saved it; 0: unknown
     int64_t num_parts, num_boxes, total_bytes;
     fsdpi_ck_data_file *parts;
     fsdp_safetensors_entry *entries;
     fsdpi_ck_box *boxes; // sorted by name and start
     const char *dir;     // the path
-    int64_t is_file;     // 1: the path is the only part itself
-    int untold;          // 1: files do not have the whole shape of a box's tensor, as PyTorch's
+    int64_t is_file;     // 1: the path is itself the only file
+    int untold;          // 1: files lack the whole shape of a box's tensor, as PyTorch's
 } fsdpi_ck_opened;
 
 static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
@@ -581,7 +583,7 @@ static void fsdpi_ck_opened_end(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     fsdpi_ck_drop(io, &o->work);
 }
 
-// Parses the pieces of one data file. Without room, it measures.
+// Parses the pieces of one data file. Without memory, it measures.
 static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int64_t *at, int pass,
                                        char **text, int64_t *chars) {
     const char *name = "", *size = NULL, *header = NULL;
@@ -616,7 +618,7 @@ static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int6
     return FSDP_OK;
 }
 
-// If there is a manifest, the files have to have its sizes, headers and ranks.
+// Checks the files against the manifest, if any: their sizes, headers and ranks must be equal.
 static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *text,
                                            int64_t nbytes) {
     fsdpi_ck_manifest m;
@@ -624,7 +626,7 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
     if (status) return status;
     o->step = m.step;
     o->world = m.world;
-    for (int64_t i = 0; i < m.num_files; i++) { // the same order: by name
+    for (int64_t i = 0; i < m.num_files; i++) { // sorted by name in both
         fsdpi_ck_data_file *p = &o->parts[i];
         const fsdpi_ck_file *f = &m.files[i];
         if (p->bytes != f->bytes || p->header != f->header + 8)
@@ -643,8 +645,8 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
 static int fsdpi_ck_by_where(const void *a, const void *b) {
     return strcmp(((const fsdpi_ck_where *)a)->name, ((const fsdpi_ck_where *)b)->name);
 }
-// If there is an index, it says in which file each tensor is. It has to name every tensor of the
-// files, and the file has to have the tensor. Boxes of the tensor in other files are dropped.
+// Applies the index, if any. It must name every tensor in the files, and each file must contain the
+// tensors listed for it. Boxes of a tensor in other files are dropped.
 static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, const char *name,
                                         const char *text, int64_t nbytes) {
     fsdpi_ck_index x;
@@ -677,7 +679,7 @@ static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, con
     return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, name, why) : FSDP_OK;
 }
 
-/* On all ranks: makes and checks files, entries and boxes. */
+/* Makes and checks files, entries and boxes, on all ranks. */
 static fsdp_status fsdpi_ck_parse_headers(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     const char *manifest = NULL, *index = NULL, *index_name = NULL, *form = NULL;
     int64_t at = 0, chars = 0;
@@ -723,7 +725,7 @@ static fsdp_status fsdpi_ck_parse_headers(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     return status ? fsdpi_ck_broken(io, status, o->dir, tiling.why) : FSDP_OK;
 }
 
-/* Returns the number of a tensor's boxes, and the first one. 0: there is no such tensor. */
+/* Returns the number of a tensor's boxes, and sets *first. 0: there is no such tensor. */
 static int64_t fsdpi_ck_boxes_of(const fsdpi_ck_opened *o, const char *name, int64_t *first) {
     int64_t low = 0, high = o->num_boxes;
     while (low < high) {
