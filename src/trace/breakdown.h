@@ -15,8 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The analysis of a job's traces; docs/observability.md has the definitions. Each nanosecond of a step
-   belongs to one category, so that the categories sum up to the step. COMPUTE is the caller's
+/* The analysis of a job's traces; docs/observability.md has the definitions. Each nanosecond of a
+   step belongs to one category, so that the categories sum up to the step. COMPUTE is the caller's
    thread, or that stream on a device with streams. The work and the waits of COMPUTE are a list
    of spans. A span whose category comes later in the list covers those of earlier ones, and a
    wait for late members of a group covers the rest of the same wait. */
