@@ -315,7 +315,7 @@ gate_mutations() {
     local log=$work/mutations.log
     need python3
     tools/mutate --list --sample 0 >"$log" || die "$(cat "$log")"
-    tools/mutate --seed 1 --sample 12 --most 100 --least 0.5 --quick --jobs 2 \
+    tools/mutate --seed 1 --sample 40 --most 100 --least 0.5 --quick --jobs 2 \
         --scratch "$work/mutate" \
         --file src fsdp \
         --programs $mutated_by >"$log" || die "$(cat "$log")"
