@@ -13,8 +13,8 @@
 #ifndef FSDP_H
 #include "../fsdp.h"
 #endif
-#ifndef FSDPI_BACKENDS_NEAR_H
-#define FSDPI_BACKENDS_NEAR_H
+#ifndef FSDPI_BACKENDS_LOCAL_H
+#define FSDPI_BACKENDS_LOCAL_H
 
 #include "fsdp_comm.h"
 #include "fsdp_signature.h"
@@ -335,4 +335,4 @@ static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *near,
     return fsdpi_local_result(parent, near, status);
 }
 
-#endif // FSDPI_BACKENDS_NEAR_H
+#endif // FSDPI_BACKENDS_LOCAL_H

@@ -7,8 +7,8 @@
 #ifndef FSDP_H
 #include "../fsdp.h"
 #endif
-#ifndef FSDPI_BACKENDS_RECORD_H
-#define FSDPI_BACKENDS_RECORD_H
+#ifndef FSDPI_BACKENDS_SIGNATURE_H
+#define FSDPI_BACKENDS_SIGNATURE_H
 
 #include "../src/core/flight.h" // operations other than collectives
 #include "../src/core/macros.h"
@@ -235,4 +235,4 @@ static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *fro
     if (from) fsdpi_cut(to, cap, from);
 }
 
-#endif // FSDPI_BACKENDS_RECORD_H
+#endif // FSDPI_BACKENDS_SIGNATURE_H

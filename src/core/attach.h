@@ -103,7 +103,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
 
 FSDP_API fsdp_status fsdp_extension_mute(fsdp_model *model, fsdp_extension *extension) {
     fsdpi_attached **at = NULL;
-    fsdp_status status = fsdpi_find_attached(model, extension, "retire", &at);
+    fsdp_status status = fsdpi_find_attached(model, extension, "extension_mute", &at);
     if (status || !at) return status;
     fsdpi_end_times(model);
     for (int own = 0; own < 2; own++) {
@@ -151,7 +151,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
 
 FSDP_API fsdp_status fsdp_state_reserve(fsdp_model *model, int ordinal) {
     fsdp_param_view v;
-    if (!model) return fsdpi_null(NULL, "state_hold", "model");
+    if (!model) return fsdpi_null(NULL, "state_reserve", "model");
     fsdp_status status = fsdp_param_at(model, ordinal, &v);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.hold) status = a->e.hold(a->e.user, model, ordinal);
@@ -171,7 +171,7 @@ FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal)
 }
 
 FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_written", "model");
+    if (!model) return fsdpi_null(NULL, "state_loaded", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);

@@ -301,7 +301,7 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-static void fsdpi_undefined_free(fsdp_model *m) {
+static void fsdpi_fallback_free(fsdp_model *m) {
     if (m->fallback)
         m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, m->fallback,
                                    m->fallback_bytes);
@@ -318,7 +318,7 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
     fsdpi_old_free(m);
     fsdpi_model_free(m, m->classes);
     fsdpi_model_free(m, m->order);
-    fsdpi_undefined_free(m);
+    fsdpi_fallback_free(m);
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {

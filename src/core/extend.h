@@ -179,7 +179,7 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
 // A buffer without memory of its own, and of no pool that counts it.
 static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsdp_buf **buf) {
     *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof **buf);
-    if (!*buf) return fsdpi_no_memory(m->world, "buf_part", "", sizeof **buf);
+    if (!*buf) return fsdpi_no_memory(m->world, "buf_view", "", sizeof **buf);
     (*buf)->is_view = 1;
     (*buf)->bytes = (size_t)nbytes;
     (*buf)->number = ++m->num_bufs;
@@ -190,12 +190,12 @@ static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsd
 
 FSDP_API fsdp_status fsdp_buf_view(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_view", "model or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         offset + nbytes > fsdp_buf_nbytes(whole))
         return fsdpi_invalid_arg(
-            model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
+            model->world, "[E909] buf_view: %lld bytes at %lld exceed %lld bytes",
             (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     FSDPI_TRY(fsdpi_buf_place(model, whole ? whole->ptr + offset : NULL, nbytes, buf));
     if (!whole) return FSDP_OK;
@@ -294,15 +294,15 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
 }
 
 FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why) {
-    if (!model) return fsdpi_null(NULL, "lend", "model");
+    if (!model) return fsdpi_null(NULL, "lock_params", "model");
     if (why && model->write_lock_text)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lend: %s",
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lock_params: %s",
                          model->write_lock_text);
     model->write_lock_text = why;
     return FSDP_OK;
 }
 
-FSDP_API const char *fsdp_lent(const fsdp_model *model) {
+FSDP_API const char *fsdp_lock_reason(const fsdp_model *model) {
     return model ? model->write_lock_text : NULL;
 }
 

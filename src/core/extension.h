@@ -222,9 +222,9 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
    Collective  no, but every rank has to do the same */
 FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why);
 
-/* fsdp_lent - `why` of fsdp_lock_params; NULL: shards hold the parameters. Call it before you read
-   them as parameters */
-FSDP_API const char *fsdp_lent(const fsdp_model *model);
+/* fsdp_lock_reason - `why` of fsdp_lock_params; NULL: shards hold the parameters. Call it before
+   you read them as parameters */
+FSDP_API const char *fsdp_lock_reason(const fsdp_model *model);
 
 /* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
    Result      FSDP_OK; INVALID_ARG, collective errors

@@ -63,7 +63,7 @@ enum {                   // the memory that an all-gather reads
     X(SLICE, COPY, SLICE, COMPUTE, NO_GROUP, UNIT(slice_copy), NULL, "keep a slice")               \
     X(SLICE_GATHER, ALL_GATHER, GATHER, GATHER, SLICES, UNIT(slice_gather), NULL,                  \
       "all_gather of slices")                                                                      \
-    X(WAIT, USE, GATHER, COMPUTE, NO_GROUP, NO_WORK, NULL, "wait")                                 \
+    X(WAIT, WAIT, GATHER, COMPUTE, NO_GROUP, NO_WORK, NULL, "wait")                                \
     X(ZERO_GRAD, ZERO, GRADS, COMPUTE, NO_GROUP, UNIT(whole_grad), NULL, "zero")                   \
     X(ZERO_IN, ZERO, ACC, REDUCE, NO_GROUP, UNIT(padded_in), NULL, "zero the padding")             \
     X(TO_IN, COPY, ACC, REDUCE, NO_GROUP, PART(to_in), NULL, "add up in the reduce input")         \

@@ -56,7 +56,7 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
 }
 
 FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *model, int uneven) {
-    if (!model) return fsdpi_null(NULL, "set_uneven", "model");
+    if (!model) return fsdpi_null(NULL, "set_uneven_inputs", "model");
     model->uneven = uneven != 0;
     model->settings = 0;
     return fsdpi_failed(model->world);

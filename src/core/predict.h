@@ -48,7 +48,7 @@ static fsdp_status fsdpi_predict_step(fsdp_model *m) {
 
 // Two microbatches that keep what `step` says, since the second one meets what the first one has
 // kept, and the last one.
-static fsdp_status fsdpi_rehearse_step(fsdp_model *m, const fsdp_predict_desc *step) {
+static fsdp_status fsdpi_predict_microbatches(fsdp_model *m, const fsdp_predict_desc *step) {
     const int keeps = step->without_sync | step->without_all_reduce | step->without_reshard;
     for (int left = keeps ? 2 : 0; left >= 0; left--) {
         for (int i = 0; i < m->num_units; i++) {
@@ -196,7 +196,7 @@ static fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdpi_change *c
         if (!status && change) status = fsdpi_change_unit(dry->units[i], change);
     }
     if (!status) status = fsdpi_commit(dry);
-    if (!status) status = fsdpi_rehearse_step(dry, step ? step : &whole);
+    if (!status) status = fsdpi_predict_microbatches(dry, step ? step : &whole);
     if (!status || change) return status;
     return fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status));
 }

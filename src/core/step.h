@@ -486,7 +486,7 @@ FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status) {
             if (8 * numel > bytes) bytes = 8 * numel;
         }
     if ((int64_t)model->fallback_bytes >= bytes) return model->fallback;
-    fsdpi_undefined_free(model);
+    fsdpi_fallback_free(model);
     status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, (size_t)bytes, &model->fallback);
     if (!status) model->fallback_bytes = (size_t)bytes;
     if (!status) return model->fallback;

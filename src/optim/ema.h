@@ -84,7 +84,7 @@ static fsdp_status fsdpi_ema_swapped(const fsdp_ema *e, const char *what) {
 // Fails if the shards are locked: they may hold something else than weights, such as another
 // average.
 static fsdp_status fsdpi_ema_reads(fsdp_model *m, const char *what) {
-    const char *why = fsdp_lent(m);
+    const char *why = fsdp_lock_reason(m);
     if (!why) return FSDP_OK;
     return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_STATE, "[E9034] %s: %s", what, why);
 }

@@ -1792,7 +1792,7 @@ TEST(extension, shards_are_lent) {
     CHECK_OK(fsdp_lock_params(b.model, NULL));
     CHECK_OK(fsdp_lock_params(b.model, "give them back"));
     CHECK_STATUS(fsdp_lock_params(b.model, "twice"), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "[E232] lend: give them back"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "[E232] lock_params: give them back"));
     for (int i = 0; i < 4; i++) {
         CHECK_STATUS(fsdp_call_begin(b.model, writes[i], "mine"), FSDP_ERR_INVALID_STATE);
         CHECK(strstr(fsdp_last_error(b.s.world), "[E231] mine: give them back"));
@@ -3055,7 +3055,7 @@ static void retire_one(lab_rank *r) {
     a.op = first_sees, b.op = second_sees, stranger.name = "stranger";
     CALL(r->w, fsdp_attach(model, &a));
     CALL(r->w, fsdp_attach(model, &b));
-    REFUSED(r->w, fsdp_extension_mute(model, &stranger), "[E903] retire: 'stranger'");
+    REFUSED(r->w, fsdp_extension_mute(model, &stranger), "[E903] extension_mute: 'stranger'");
     CALL(r->w, fsdp_extension_mute(model, &b));
     seen_by[0] = seen_by[1] = 0;
     CALL(r->w, fsdp_pre_forward(two[0]));
@@ -3160,4 +3160,16 @@ static void differs_in_a_later_piece(int rank, int size, void *arg) {
 }
 TEST(extension, replicas_differ_in_a_later_piece) {
     h_ranks_proc(2, differs_in_a_later_piece, NULL);
+}
+
+/* ---- names of version 0.1 -------------------------------------------------------------------- */
+
+TEST(extension, old_names) {
+    CHECK(FSDP_OP_USE == FSDP_OP_WAIT && FSDP_OP_WROTE == FSDP_OP_GRADS_WRITTEN);
+    CHECK(FSDP_PLAN_BY_CALLS == FSDP_PLAN_EAGER);
+    CHECK(fsdp_buf_part == fsdp_buf_view && fsdp_retire == fsdp_extension_mute);
+    CHECK(fsdp_set_uneven == fsdp_set_uneven_inputs && fsdp_is_uneven == fsdp_has_uneven_inputs);
+    CHECK(fsdp_lend == fsdp_lock_params && fsdp_model_run == fsdp_model_run_mode);
+    CHECK(fsdp_state_hold == fsdp_state_reserve && fsdp_state_written == fsdp_state_loaded);
+    CHECK(fsdp_undefined == fsdp_fallback_ptr);
 }
