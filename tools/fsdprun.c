@@ -757,34 +757,44 @@ static int join_nodes(job *j, char *error, size_t cap) {
     return fsdpi_store_open(&d, &j->nodes_store, error, cap) == FSDP_OK;
 }
 
+// Shows a text of this node to the others, under the name `what`.
+static fsdp_status show_node(const job *j, const char *what, const char *text) {
+    char key[32];
+    snprintf(key, sizeof key, "%s.%d", what, j->node);
+    return fsdpi_store_set(j->nodes_store, key, text, strlen(text));
+}
+
+// Waits for such a text of a node, for at most `ms`. It is "" after a failure.
+static fsdp_status hear_node(const job *j, const char *what, int node, char *text, size_t cap,
+                             long ms) {
+    char key[32];
+    size_t bytes;
+    snprintf(key, sizeof key, "%s.%d", what, node);
+    const fsdp_status status =
+        fsdpi_store_get(j->nodes_store, key, text, cap - 1, &bytes, ms * 1000000LL);
+    text[status ? 0 : bytes] = 0;
+    return status;
+}
+
 /* All nodes start with the largest count that one of them knows. A new fsdprun knows neither the
    count nor the first failure. No ranks begin before all nodes know them: so the count outlives the
    loss of any node that has begun. Returns 0 after a failure. */
 static int agree_on_count(job *j, char *error, size_t cap) {
-    char key[32], value[COUNT_BYTES + sizeof j->first];
+    char text[COUNT_BYTES + sizeof j->first];
     fsdpi_failure v;
-    size_t bytes;
-    snprintf(key, sizeof key, "count.%d", j->node);
-    snprintf(value, sizeof value, "%d %s", j->count, j->first);
-    fsdp_status status = fsdpi_store_set(j->nodes_store, key, value, strlen(value));
+    snprintf(text, sizeof text, "%d %s", j->count, j->first);
+    fsdp_status status = show_node(j, "count", text);
     for (int node = 0; node < j->nodes && !status; node++) {
-        snprintf(key, sizeof key, "count.%d", node);
-        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value - 1, &bytes,
-                                 NODES_MS * 1000000LL);
-        value[status ? 0 : bytes] = 0;
-        const char *first = strchr(value, ' ');
+        status = hear_node(j, "count", node, text, sizeof text, NODES_MS);
+        const char *first = strchr(text, ' ');
         if (!first) continue;
-        if (atoi(value) > j->count) j->count = atoi(value);
+        if (atoi(text) > j->count) j->count = atoi(text);
         if (first[1]) keep_first(j, first + 1, 1);
     }
     const int is_known = !status;
-    snprintf(key, sizeof key, "agreed.%d", j->node);
-    if (!status) status = fsdpi_store_set(j->nodes_store, key, "", 0);
-    for (int node = 0; node < j->nodes && !status; node++) {
-        snprintf(key, sizeof key, "agreed.%d", node);
-        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
-                                 NODES_MS * 1000000LL);
-    }
+    if (!status) status = show_node(j, "agreed", "");
+    for (int node = 0; node < j->nodes && !status; node++)
+        status = hear_node(j, "agreed", node, text, sizeof text, NODES_MS);
     // A node that has begun may have failed already: look_at_nodes reports it.
     if (!status || (is_known && fsdpi_store_verdict(j->nodes_store, &v) &&
                     v.status != FSDP_ERR_TIMEOUT))
@@ -822,19 +832,15 @@ static int meet_nodes(job *j, const sigset_t *signals) {
 
 // Waits until the ranks of all nodes have ended well. Else this start has failed here, too.
 static void wait_for_nodes(job *j, const sigset_t *signals) {
-    char key[32], value[8];
-    size_t bytes;
+    char text[8];
     long heard_ms = now_ms();
     fsdp_status status = FSDP_OK;
     if (!j->nodes_store || j->status) return;
-    snprintf(key, sizeof key, "done.%d", j->node);
-    (void)fsdpi_store_set(j->nodes_store, key, "", 0);
+    (void)show_node(j, "done", "");
     // When node 0 has seen all, its store ends: no failure.
     for (int node = 0; node < j->nodes && !j->quiet && !j->status &&
                        (!status || status == FSDP_ERR_TIMEOUT);) {
-        snprintf(key, sizeof key, "done.%d", node);
-        status = fsdpi_store_get(j->nodes_store, key, value, sizeof value, &bytes,
-                                 MOMENT_MS * 1000000LL);
+        status = hear_node(j, "done", node, text, sizeof text, MOMENT_MS);
         if (status == FSDP_ERR_TIMEOUT) look_for_silence(j, node, &heard_ms);
         node += !status;
         wait_for_signal(j, signals, 0);
