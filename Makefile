@@ -16,13 +16,18 @@ export FSDP_GOLDEN_DIR ?= tests/golden
 export FSDP_BUILD := $(BUILD)
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
-         -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
+         -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum $(WERROR)
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
 export WARN CWARN CC CXX
 
-# SAN=asan or tsan, into a build directory of its own. Built at -O0, asan takes half as long in all.
+# SAN=asan or tsan, into a build directory of its own. Compiling takes longer than running: so -O0,
+# and asan by clang where it is installed, which compiles in 0.4 of gcc's time.
 SAN_asan := -fsanitize=address,undefined,float-cast-overflow -O0 -DFSDPI_DEBUG
-SAN_tsan := -fsanitize=thread -O1
+SAN_tsan := -fsanitize=thread -O0
+ifeq ($(SAN)$(CC)$(shell command -v clang >/dev/null && command -v clang++ >/dev/null && echo +),asancc+)
+CC  := clang
+CXX := clang++
+endif
 SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
 
 comma := ,

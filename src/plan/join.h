@@ -267,8 +267,8 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_lowering *s, fsdpi_plan_t
         step->call = s->kind->calls[i].call;
         step->ops = t->ops + t->ops_at[i];
         step->num_ops = t->ops_at[i + 1] - t->ops_at[i];
-        step->states = t->states + t->states_at[i];
         step->num_states = t->states_at[i + 1] - t->states_at[i];
+        if (step->num_states) step->states = t->states + t->states_at[i];
         const int first = group;
         while (group < t->num_groups && t->groups[group].op < t->ops_at[i + 1]) group++;
         step->num_joined = group - first;

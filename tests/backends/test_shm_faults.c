@@ -1103,7 +1103,8 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
 
 /* Four ranks on two cores. In a collective they wait for each other twice; each time a rank hands its
    core to the next one instead of sleeping until it is woken: of the switches to another task, hardly
-   one in a collective is a sleep (1.5 in each, if all sleep), and all together stay few. So they do
+   one in a collective is a sleep (1.5 in each, if all sleep; 0.6 while other programs want the
+   cores thirteen times over), and all together stay few. So they do
    where one of them is always late, by less than it takes to wake a core. */
 static const struct {
     const char *name;
@@ -1127,7 +1128,7 @@ static void hand_over(int rank, int world, void *arg) {
     CHECK_EQ_INT(getrusage(RUSAGE_SELF, &after), 0);
     long slept = after.ru_nvcsw - before.ru_nvcsw, all = slept + after.ru_nivcsw - before.ru_nivcsw;
     if (rank == 0) h_message("%d collectives: %ld sleeps, %ld switches", TIMES, slept, all);
-    CHECK_MSG(slept < TIMES / 2, "%ld sleeps in %d collectives", slept, TIMES);
+    CHECK_MSG(slept < TIMES, "%ld sleeps in %d collectives", slept, TIMES);
     CHECK_MSG(all < (one_late ? 80 : 6) * TIMES, "%ld switches in %d collectives", all, TIMES);
     r.ops->close(r.comm);
 }

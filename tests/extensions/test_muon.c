@@ -563,7 +563,7 @@ static void check_plan(lab_rank *r) {
         CHECK(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL) == 0 ||
               lab_next_op(&log, first, FSDP_OP_CALL, -1, NULL) > sent_at[1]);
     snprintf(want, sizeof want,
-             "%d matrices, of which this rank computes %d; %d flights; receives %lld bytes", e.num,
+             "%d matrices, of which this rank computes %d; %d buckets; receives %lld bytes", e.num,
              mine, e.flights, (long long)bytes);
     CHECK(fsdp_muon_describe(muon, text, sizeof text) < sizeof text);
     CHECK_MSG(strstr(text, want), "'%s' has not '%s'", text, want);
@@ -588,7 +588,7 @@ static void full_flight(lab_rank *r) {
         d.flight_bytes = 2 * 16 * 16 * (int64_t)sizeof(float) - less;
         CALL(r->w, fsdp_muon_create(m, &d, &muon));
         (void)fsdp_muon_describe(muon, text, sizeof text);
-        CHECK_MSG(strstr(text, less ? "; 2 flights;" : "; 1 flights;"), "%s", text);
+        CHECK_MSG(strstr(text, less ? "; 2 buckets;" : "; 1 buckets;"), "%s", text);
         fsdp_model_destroy(m);
     }
 }

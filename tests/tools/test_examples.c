@@ -220,7 +220,7 @@ TEST(examples, muon) {
     CHECK_EQ_INT(lines(), 3);
     CHECK_EQ_INT(sscanf(line("Muon and AdamW"), " loss %lf -> %lf", &first, &last), 2);
     CHECK(last < first / 10);
-    CHECK(strstr(line("muon: 4 matrices, of which this rank computes 1; 1 flights; receives "),
+    CHECK(strstr(line("muon: 4 matrices, of which this rank computes 1; 1 buckets; receives "),
                  "6144 bytes in a step"));
 }
 

@@ -1,17 +1,17 @@
-/* muon/flights.h - Muon's schedule: who computes which matrix, and which matrices travel together
+/* optim/muon_schedule.h - Muon's schedule: the owner of each matrix, and buckets of matrices
 
    A part of fsdp_muon.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_MUON_H
 #include "../../fsdp_muon.h"
 #endif
-#ifndef FSDPI_MUON_FLIGHTS_H
-#define FSDPI_MUON_FLIGHTS_H
+#ifndef FSDPI_OPTIM_MUON_SCHEDULE_H
+#define FSDPI_OPTIM_MUON_SCHEDULE_H
 
-#include "../optim/states.h"
+#include "states.h"
 
 #include <string.h>
 
-// Owners of matrices, and buckets of matrices that share one collective (`flight` in names).
+// Owners of matrices, and buckets of matrices that share one collective.
 // Invariants: they depend only on the model and the desc, so that all ranks have equal ones; they
 // fit the optimizer's table `laid`. A part contains one rank's rows of all matrices of one owner,
 // each in space for the largest shard, so that offsets in a part are equal on all ranks.
@@ -26,14 +26,14 @@ typedef struct fsdpi_muon_matrix {
     int64_t chunk, at;           // elements of the largest shard; offset in a part
 } fsdpi_muon_matrix;
 
-typedef struct fsdpi_muon_flight {
+typedef struct fsdpi_muon_bucket {
     int32_t first, num;                    // first matrix, and number of matrices
     int32_t shards, replicas, replica, me; // replicas: exchange results; me: index among owners
     int is_used;                           // 1: a matrix has a gradient in this step
     int64_t part;                          // elements
     fsdp_comm *comm, *replicas_comm;       // NULL: one rank
     fsdp_seg all; // for the gather over replicas: a list must outlive its op
-} fsdpi_muon_flight;
+} fsdpi_muon_bucket;
 
 // Buffers: memory for products, then that of buckets. WHOLE and the buffer after it alternate. If
 // nothing is sent, all after U are U.
@@ -43,11 +43,11 @@ struct fsdp_muon {
     fsdpi_optim base;
     fsdp_muon_desc desc;
     fsdp_dtype dtype; // dtype of products
-    int laid, label, num, num_flights;
+    int laid, label, num, num_buckets;
     int travels; // 1: a matrix is on several ranks
     double lr;   // learning rate of this step
     fsdpi_muon_matrix *matrices;
-    fsdpi_muon_flight *flights;
+    fsdpi_muon_bucket *buckets;
     fsdp_block *blocks; // [ranks of the world]
     int64_t *loads;     // [2][ranks of the world]
     fsdp_buf *bufs[FSDPI_MUON_BUFS];
@@ -157,15 +157,15 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
 
 // Cuts matrices first .. end-1, whose groups of ranks are those of `like`, into buckets.
 static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
-                           const fsdpi_muon_flight *like) {
+                           const fsdpi_muon_bucket *like) {
     const int64_t limit = o->desc.flight_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
     int64_t *whole = o->loads, *parts = o->loads + owners;
-    fsdpi_muon_flight *f = NULL;
+    fsdpi_muon_bucket *f = NULL;
     for (int i = first; i < end; i++) {
         fsdpi_muon_matrix *m = &o->matrices[i];
         int64_t numel = m->rows * m->columns;
         if (!f || (whole[m->owner] && whole[m->owner] + numel > limit)) {
-            f = &o->flights[o->num_flights++];
+            f = &o->buckets[o->num_buckets++];
             *f = *like;
             f->first = i;
             memset(o->loads, 0, 2 * (size_t)owners * sizeof *o->loads);
@@ -183,10 +183,10 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
 static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
     const int stream = FSDP_STREAM_EXTENSION;
     fsdp_status status = fsdpi_muon_list(o, what);
-    o->num_flights = o->travels = 0;
+    o->num_buckets = o->travels = 0;
     for (int first = 0, end = 0; first < o->num && !status; first = end) {
         const fsdp_mesh_info *i = &o->matrices[first].info;
-        fsdpi_muon_flight like;
+        fsdpi_muon_bucket like;
         memset(&like, 0, sizeof like);
         while (end < o->num && o->matrices[end].mesh == o->matrices[first].mesh) end++;
         like.shards = i->shard_mesh_size, like.replicas = 1;
@@ -209,4 +209,4 @@ static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
     return status;
 }
 
-#endif // FSDPI_MUON_FLIGHTS_H
+#endif // FSDPI_OPTIM_MUON_SCHEDULE_H
