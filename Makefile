@@ -156,23 +156,23 @@ $(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 # The trainer for this processor, beside the library, so that both are compiled at the same time.
-GPT_OBJS := $(addprefix $(BUILD)/examples/,gpt_trainer.o gpt_library.o)
+GPT_OBJS := $(BUILD)/examples/gpt_trainer.o $(BUILD)/libfsdp.o
 $(GPT_OBJS): $(wildcard examples/gpt/*.[ch]) $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
 $(BUILD)/examples/gpt_trainer.o:
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native \
 	    -ffp-contract=fast -DGPT_LIBRARY_APART $(GPT_BLAS) -c -o $@ examples/gpt/train_gpt.c
-$(BUILD)/examples/gpt_library.o: $(BUILD)/libfsdp.c
-	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -c -o $@ $<
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)
 	@echo "  CC $@"
 	$Q$(CC) $(CFLAGS) -o $@ $(GPT_OBJS) $(LDFLAGS) -pthread $(GPT_BLAS) $(LDLIBS) -lm
 $(BUILD)/libfsdp.c: $(HEADERS) Makefile | $(BUILD)
 	@printf '#define FSDP_IMPLEMENTATION\n' >$@
 	@printf '#include "%s"\n' $(HEADERS) >>$@
-$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.c $(PARTS)
+$(BUILD)/libfsdp.o: $(BUILD)/libfsdp.c
 	@echo "  CC $@"
-	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -shared -o $@ $< $(LDFLAGS) \
-	    -pthread $(LDLIBS) -lm
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -fno-semantic-interposition -c \
+	    -o $@ $<
+$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.o
+	$Q$(CC) $(CFLAGS) -shared -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
@@ -181,7 +181,7 @@ $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 # time is gcc's. Over Gloo and on stand-ins tests mostly wait.
 LEAN := $(if $(filter file,$(origin CFLAGS)),$(if $(GLOO)$(NCCL),-O0,-O1) -g1)
 $(BUILD)/tests/%: private CFLAGS += $(LEAN)
-$(BUILD)/examples/%: private CFLAGS += $(if $(GLOO)$(NCCL),$(LEAN))
+$(if $(GLOO)$(NCCL),$(BUILD)/examples/% $(BUILD)/libfsdp.o,$(EXAMPLES)): private CFLAGS += $(LEAN)
 # Tests find the library in an archive of one object. A program that includes tests/library.c, to
 # see private names, has defined it all, and the linker takes nothing from there.
 LIBRARY := $(BUILD)/tests/library
