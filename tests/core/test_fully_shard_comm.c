@@ -297,8 +297,9 @@ static void test_scatter(fsdp_dtype reduce) {
    threads. */
 TEST(fully_shard_comm, reduce_scatter_fp32, NO(GLOO | NCCL) | SLOW) { test_scatter(FSDP_F32); }
 /* PyTorch: test_fully_shard_comm.py test_reduce_scatter_fp16. Differs: a backend that sums in f32
-   divides by 128 before it stores the sum, so that it stays in range. One that does not, like NCCL,
-   divides by 16 before and by 8 after the sum, as PyTorch. */
+   divides by 128 before it stores the sum, so that it stays in range (f16.sums_stay_in_range). One
+   that does not, like NCCL, divides by 16 before and by 8 after the sum, as PyTorch; its sums can
+   overflow (f16.sums_of_a_backend_that_does_not_divide). */
 TEST(fully_shard_comm, reduce_scatter_fp16, NO(GLOO | NCCL) | SLOW) { test_scatter(FSDP_F16); }
 
 /* ---- gradients of several dtypes in one reduction -------------------------------------------- */

@@ -928,8 +928,8 @@ static void diff_dim(fsdp_world *world, const void *arg) {
     tp_whole(&m, tp);
 }
 /* PyTorch: test_fully_shard_init.py test_init_2d_transformer_shard_diff_dim. Partly: five
-   parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. No call that gathers
-   over dp and tp, as a DTensor's does. */
+   parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. The core has no call
+   that gathers over dp and tp, as a DTensor's does. */
 TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
 
 /* ---- the root, names, the first step --------------------------------------------------------- */
@@ -1763,8 +1763,8 @@ static void correct_2d(fsdp_world *world, const void *arg) {
     tp_whole(&m, lab_slice(world, mesh, 1));
 }
 /* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: HSDP, and (dp,
-   tp), where the test adds up the tp parts. No call that gathers over both dims, as a DTensor's
-   does. */
+   tp), where the test adds up the tp parts. The core has no call that gathers over both dims, as a
+   DTensor's does. */
 TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
 
 /* Rank 0 alone keeps the whole tensors. */

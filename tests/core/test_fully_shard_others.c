@@ -430,7 +430,7 @@ static void clip_2d(lab_rank *r) {
 
 /* PyTorch: test_fully_shard_clip_grad_norm_.py test_clip_grad_norm_2d. Done: the test writes the
    gradients, in one step (PyTorch: 10 steps of MLPs). One all-reduce in all (PyTorch: one for each
-   mesh dim). */
+   mesh dim). norm.every_assignment has meshes of up to 3 dims. */
 TEST(fully_shard_clip_grad_norm_, 2d) {
     static const double norms[] = {2, 1, 3, HUGE_VAL};
     for (size_t i = 0; i < COUNT(norms); i++)

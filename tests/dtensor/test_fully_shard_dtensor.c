@@ -59,7 +59,7 @@ static parallel cases[] = {
 };
 /* PyTorch: test_fully_shard_dtensor.py test_dtensor_train_parity. Done: two dims that shard, or
    that replicate, as one: you make that mesh by fsdp_mesh_flatten. With tp the first bias is cut
-   (PyTorch: replicated). */
+   (PyTorch: replicated). Larger meshes and uneven sizes: dtensor_tp.parity, dtensor_tp.features. */
 TEST(fully_shard_dtensor, dtensor_train_parity, SECONDS(120)) {
     for (size_t i = 0; i < COUNT(cases); i++) {
         cases[i].mlps = 1;

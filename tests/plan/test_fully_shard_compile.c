@@ -2,6 +2,12 @@
    FSDP2"), for plans. What a compiled graph does there, a replayed step does here. A test trains a
    net by calls and with a plan, on 1 to 4 ranks: losses, shards and gradients are equal to the bit.
 
+   PyTorch removed "Traceable FSDP2": the names are those of the last version that had all tests.
+   Its later versions keep disable_compiling_hooks, dynamo_trace_use_training_state,
+   trace_fsdp_copy_ and dynamo_recompiles_on_fsdp_layers. PyTorch compares losses, 1e-5 relative.
+   Here iteration 0 is the warm-up, 1 is recorded, and 2 to 9 are replayed, without an allocation.
+   Counts are those of several ranks without joined collectives.
+
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
 #include "harness.h"

@@ -66,12 +66,14 @@ GOOD = {
                                   "   all of it. */\n"
                                   "TEST(fully_shard_a, done) {}\n"
                                   "TEST(long_fully_shard_a, large, NIGHT | SECONDS(9)) {}\n",
+    "tests/core/test_golden_events.c": "/* SPDX-License-Identifier: MIT */\nenum { RULE_SUM };\n",
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
     "docs/architecture.md": "src/core/a.h   the first one\nsrc/core/backends.h   the table\n"
                             "src/core/b.h   the other one\n`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
     "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
-    "docs/parity.md": "`all.works` does.\n\n- `test_fully_shard_a.py`: `test_absent`.\n",
+    "docs/parity.md": "`all.works` does.\n\n- `test_fully_shard_a.py`: `test_absent`.\n"
+                      "- SUM: one.\n",
 }
 
 
@@ -280,6 +282,8 @@ def test_tests():
           docs_parity_md=parity.replace("all.works", "all.invented"))
     finds("tests", "docs/parity.md:3: test_more of test_fully_shard_a.py has a test: "
           "tests/core/test_fully_shard_a.c:2", docs_parity_md=parity.replace("absent", "more"))
+    finds("tests", "docs/parity.md: no item of the list for the rule SUM of tests/core/test_golden",
+          docs_parity_md=parity.replace("SUM", "SUMS"))
 
 
 def test_ported_tests():
@@ -289,6 +293,8 @@ def test_ported_tests():
     new = "TEST(fully_shard_a, new) {}\n"
     bad = [("test_fully_shard_a.c: no comment PyTorch: ... before fully_shard_a.new",
             ported + "\n" + new),
+           ("tests/core/test_fully_shard_a.c:2: no such test: all.invented",
+            ported.replace("all of it", "as all.works, all.invented")),
            ("tests/core/test_fully_shard_a.c:2: Great is no state: Done, Partly",
             ported.replace(" Done:", " Great:")),
            ("tests/core/test_fully_shard_a.c:2: Own means", ported.replace(" Done:", " Own:")),
