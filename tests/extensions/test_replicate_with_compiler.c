@@ -845,7 +845,7 @@ static job job_of(fsdp_dtype param, fsdp_dtype reduce, int iters, int a, int b, 
 /* ---- the tests ------------------------------------------------------------------------------- */
 
 /* PyTorch: test_replicate_with_compiler.py test_compile_cpu. Done: one copy to the shard gradients
-   for each unit and one wait (PyTorch: 8 and 3 of each). */
+   for each unit (PyTorch: 8 and 3 divisions), one wait (PyTorch: 8 and 3). */
 TEST_P(replicate_with_compiler, test_compile_cpu, with_both_large, SECONDS(300) | (row->dim == DIM ? NO(NCCL) : 0)) {
     launch(row, train_all, job_of(KEEP, KEEP, row->dim == DIM ? 1 : 3, LAYERWISE, BUCKETED, LATE));
 }
