@@ -18,9 +18,10 @@
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, src/core/ or
              backends/; only src/plan/, the upper floor of the core, uses those of src/core/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
-             tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
-             and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
-             which run_tests.sh sets: what is named passed in that run
+             tests/; each row of docs/tests.md names one; each test that is ported from PyTorch has
+             a comment "PyTorch: FILE.py test_NAME. STATE: text."; docs/parity.md lists none of
+             these as missing, and each rule of test_golden_events.c. With FSDP_RAN, which
+             run_tests.sh sets: what is named or ported passed in that run
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist
@@ -470,14 +471,12 @@ def night_tests():
 
 
 def tables(path):
-    """Yields (line number, heading, cells) of each row, headings of tables left out."""
-    heading, lines = "", lines_of(path)
+    """Yields (line number, cells) of each row, headings of tables left out."""
+    lines = lines_of(path)
     for i, line in enumerate(lines):
-        if line.startswith("#"):
-            heading = line
         rule = i + 1 < len(lines) and lines[i + 1].startswith("|---")
         if line.startswith("|") and not line.startswith("|---") and not rule:
-            yield i + 1, heading, [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+            yield i + 1, [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def quoted(text):
@@ -486,38 +485,82 @@ def quoted(text):
 
 def named_in_table():
     """Yields (place, name) of each program and test in the last column of docs/tests.md."""
-    for line, _, cells in tables("docs/tests.md"):
+    for line, cells in tables("docs/tests.md"):
         yield f"docs/tests.md:{line}", ""  # a row has to name something
         for name in quoted(cells[-1]):
             if name != "make test":
                 yield f"docs/tests.md:{line}", name
 
 
-EVENTS = "tests/core/test_golden_events.c"  # its rules have rows in docs/parity.md, too
-STATES = {"done": 1, "partly": 1, "differs": 1, "own": 1, "not applicable": 0, "not yet": 0}
+EVENTS = "tests/core/test_golden_events.c"  # docs/parity.md lists its rules
+STATES = ["Done", "Partly", "Differs", "Not applicable", "Own"]
+PORTED = "test_(fully_shard_(?!errors)|replicate_(training|with_compiler)|dtensor_compile)"
+PORT = re.compile(r"(?:none|(test_\w+\.py) (test_\w+(?:, test_\w+)*))\. "
+                  r"([A-Z][a-z ]+)(?:: .+)?\.")
 
 
-def named_in_parity(known):
-    """Yields (place, name of a test, or ? and a complaint). Under a heading test_fully_shard_X the
-    first column has upstream's names, which are ours in the suite of that name."""
+def ports():
+    """Yields [place, match of PORT or None, our tests] for each comment "PyTorch: ...". It covers
+    the tests that follow, up to a blank line or to the next such comment after a test."""
+    for path in sorted(glob.glob("tests/*/*.c")):
+        text, found, used = read(path), [], True
+        mark = re.compile(r"^/\* PyTorch:(.*?)\*/|^TEST\w*\((\w+),\s*(\w+)|^$", re.M | re.S)
+        for m in mark.finditer(text):
+            if m.group(2):
+                used = True
+                for port in found:
+                    port[2].append(f"{m.group(2)}.{m.group(3)}")
+                continue
+            if used or m.group(1) is None:
+                yield from found
+                found, used = [], False
+            if m.group(1) is not None:
+                place = f"{path}:{text.count(chr(10), 0, m.start()) + 1}"
+                found.append([place, PORT.fullmatch(" ".join(m.group(1).split())), []])
+        yield from found
+
+
+def named_in_ports(known):
+    """Yields (place, name of one of our tests): below these comments, in them, or in parity.md."""
+    texts = [(f"docs/parity.md:{i}", line) for i, line in enumerate(lines_of("docs/parity.md"), 1)]
+    for place, form, ours in ports():
+        yield from ((place, name) for name in ours)
+        texts.append((place, form.group() if form else ""))
     suites = {name.split(".")[0] for name in known}
-    for line, heading, cells in tables("docs/parity.md"):
-        place = f"docs/parity.md:{line}"
-        for name in quoted(" ".join(cells[1:])):
-            if re.match(r"\w+\.\w+$", name) and name.split(".")[0] in suites:
-                yield place, name
-        m = re.match(r"### test_(\w+)", heading)
-        if not m:
+    for place, text in texts:
+        for suite, name in re.findall(r"(?<![\w./])(\w+)\.(\w+)", text):
+            if suite in suites:
+                yield place, f"{suite}.{name}"
+
+
+def complain_of_ports(known):
+    """Checks the form of these comments, which tests need one, and what docs/parity.md lists."""
+    covered, states = set(), {}
+    for place, form, ours in ports():
+        covered.update(ours)
+        if not form:
+            yield f"{place}: write: PyTorch: FILE.py test_NAME, ... (or: none). STATE: text."
             continue
-        if cells[1] not in STATES:
-            yield place, f"?{cells[1]} is no state: {', '.join(STATES)}"
-        elif not quoted(cells[0]):
-            yield place, f"?no test named: {cells[0]}"
-        for name in quoted(cells[0]):
-            here = f"{m.group(1)}.{name}"
-            elsewhere = any(other in known for other in quoted(cells[2]))
-            if here in known or STATES.get(cells[1]) and not elsewhere:
-                yield place, here
+        file, names, state = form.groups()
+        if state not in STATES:
+            yield f"{place}: {state} is no state: {', '.join(STATES)}"
+        if not ours:
+            yield f"{place}: no test follows this comment"
+        if (state == "Own") != (not file):
+            yield f"{place}: Own means that PyTorch has no such test: PyTorch: none. Own."
+        for name in names.split(", ") if names else []:
+            other = states.setdefault((file, name), (state, place))
+            if other[0] != state:
+                yield f"{place}: {name} is {state}, but {other[0]} at {other[1]}"
+    for name, program in known.items():
+        if re.match(PORTED, program) and name not in covered:
+            yield f"{program}.c: no comment PyTorch: ... before {name}"
+    file = ""
+    for i, line in enumerate(lines_of("docs/parity.md"), 1):
+        for name in quoted(line):
+            file = name if re.fullmatch(r"test_\w+\.py", name) else file
+            if (file, name) in states:
+                yield f"docs/parity.md:{i}: {name} of {file} has a test: {states[file, name][1]}"
 
 
 def named_in_commands():
@@ -561,20 +604,16 @@ def check_tests():
             yield f"{place}: a row that names no test"
     if not rows:
         yield "docs/tests.md: no table of tests"
-    listed = set()
-    for place, name in named_in_parity(known):
-        listed.add(name)
+    for place, name in named_in_ports(known):
         if name in known:
             named.append((place, name))
         else:
-            yield f"{place}: {name[1:]}" if name[0] == "?" else f"{place}: no such test: {name}"
-    for name, program in known.items():
-        if re.match("test_fully_shard_(?!errors)", program) and name not in listed:
-            yield f"docs/parity.md: no row for {name} of {program}"
+            yield f"{place}: no such test: {name}"
+    yield from complain_of_ports(known)
     if os.path.exists(EVENTS):
         for rule in sorted(set(re.findall(r"\bRULE_(\w+)", read(EVENTS)))):
-            if not re.search(rf"^\| {rule}[: ]", read("docs/parity.md"), re.M):
-                yield f"docs/parity.md: no row for the rule {rule} of {EVENTS}"
+            if not re.search(rf"^- {rule}[: ]", read("docs/parity.md"), re.M):
+                yield f"docs/parity.md: no item of the list for the rule {rule} of {EVENTS}"
     for place, pattern in named_in_commands():
         if not matching(pattern, known):
             yield f"{place}: no such test: {pattern}"

@@ -14,7 +14,7 @@
 #
 # --filter runs only tests with this text, or of this glob; it leaves out *.py.
 # --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
-# gate checks that what docs/tests.md and docs/parity.md name has passed (check_text.py tests).
+# gate checks that tests named in documents and ported tests passed (check_text.py tests).
 # So many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
 # shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if
 # something ran and nothing failed.

@@ -670,6 +670,8 @@ static void dict_body(lab_rank *r) {
 }
 static const ck_layout dict_layouts[] = {{"dp", 8, CK_FSDP, 0, 0, 0, CK_NONE, 0, 0, 0, 0, 0, 0},
                                          {"hsdp", 8, CK_HSDP, 4, 2, 0, CK_NONE, 0, 0, 0, 0, 0, 0}};
+/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_save_load. Done: through files, also
+   after a forward that never reshards. */
 TEST_P(state_dict, dp_state_dict_save_load, dict_layouts) {
     lab_run(8, NULL, dict_body, (void *)(uintptr_t)row);
 }
@@ -725,9 +727,16 @@ static const int tp_dims[] = {4, 5, 6, 8, 10};
 static const ck_layout dp_tp = {"dp_tp", 8, CK_TP, 2, 4, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
 static const ck_layout hsdp_tp = {"hsdp_tp", 8, CK_HSDP_TP, 2, 2, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
 static const ck_layout offloaded = {"offload", 4, CK_FSDP, 0, 0, 0, CK_NONE, 0, 0, 1, 0, 0, 0};
+/* PyTorch: test_fully_shard_state_dict.py test_dp_tp_state_dict_save_load,
+   test_hsdp_tp_state_dict_save_load. Done: through files; any bits (PyTorch: 1 and 42 + rank). */
 TEST(state_dict, dp_tp_state_dict_save_load) { tp_dicts(&dp_tp, tp_dims, 5); }
 TEST(state_dict, hsdp_tp_state_dict_save_load) { tp_dicts(&hsdp_tp, tp_dims, 5); }
+/* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: through files:
+   one rank loads as whole tensors what 2x4 ranks saved, and the reverse. The rest:
+   fully_shard_state_dict.2d_correctness. */
 TEST(state_dict, 2d_state_dict_correctness) { tp_dicts(&dp_tp, tp_dims + 1, 1); }
+/* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: through files:
+   one rank loads as whole tensors what 4 ranks with offload saved, and the reverse. */
 TEST(state_dict, rank0_offload_full_state_dict) { tp_dicts(&offloaded, tp_dims + 1, 1); }
 
 /* A part of a model is loaded, then the rest, in several calls. */
@@ -763,6 +772,8 @@ static void offload_dict(lab_rank *r) {
     for (int u = 0; u < 3; u++) check_gathered(&m, u, 1);
     ck_end(&m);
 }
+/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_cpu_offload. Partly: through files: a
+   load of each unit, the others keep their values. The rest: fully_shard_state_dict.cpu_offload. */
 TEST(state_dict, dp_state_dict_cpu_offload) { lab_run(4, NULL, offload_dict, NULL); }
 
 /* What is loaded later is what later saves have: nothing is cached. */
@@ -785,4 +796,6 @@ static void cached(lab_rank *r) {
     }
     ck_end(&m);
 }
+/* PyTorch: test_fully_shard_state_dict.py test_cached_state_dict. Partly: through files: five
+   saves, and loads of each, in one job. The rest: fully_shard_state_dict.cached. */
 TEST(state_dict, cached_state_dict) { lab_run(8, NULL, cached, NULL); }

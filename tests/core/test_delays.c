@@ -493,6 +493,9 @@ static const row_of_bits rows[] = {
     ROW(4, 2, 2, "2x2/bf16"), ROW(4, 2, 3, "2x2/f16"),   ROW(4, 4, 5, "bf16_grad_f32"),
 };
 
+/* PyTorch: test_fully_shard_memory.py test_ar_buffer_lifetime_mixed_dtype. Done: the bits do not
+   depend on delays (PyTorch: sums of gradients). On streams the race checker of delays.streams
+   checks that no buffer is used again before its all-reduce has ended. */
 TEST_P(delays, same_bits, rows, row->ranks > 3 ? AT_NIGHT(TSAN) : 0) {
     same_bits(row->ranks, row->shards, row->kind, W_SLOW ? 8 : 16, W_SLOW ? 4 : 6);
 }

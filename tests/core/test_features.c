@@ -1175,6 +1175,9 @@ static void in_backward(job *j) {
         check_params(j);
     }
 }
+/* PyTorch: test_fully_shard_autograd.py test_post_acc_grad_hook_runs,
+   test_post_acc_grad_hook_optim_parity. Done: once per reduction, not for a parameter without a
+   gradient. SGD (PyTorch: AdamW with a schedule); the test writes the gradients. */
 TEST(hooks, optimizer_in_backward) { everywhere(in_backward, 2); }
 
 static void in_backward_fails(job *j) {

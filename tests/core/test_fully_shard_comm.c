@@ -1,7 +1,10 @@
 /* test_fully_shard_comm.c - PyTorch's tests of the same names, translated: what is communicated,
-   when, how much, in which order, and what comes out of it. docs/parity.md has the list of all.
-   Numbers come from ranks that are threads, sequences of events from the simulated device of
-   sim.h.
+   when, how much, in which order, and what comes out of it. Numbers come from ranks that are
+   threads, sequences of events from the simulated device of sim.h.
+
+   Most tests use a matrix and a vector for each unit, or a root and two layers, without an
+   optimizer. PyTorch's "unshard" is the gather here, with its training state; "post_backward" is
+   the reduce-scatter, and "reshard" a change of the unit's storage, both without a state.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN | GLOO | NCCL
@@ -238,6 +241,8 @@ static void wide_gather(fsdp_world *world, const void *arg) {
         }
 }
 /* The same and another stream: inline, and worker threads of each rank (fewer ranks then). */
+/* PyTorch: test_fully_shard_comm.py test_all_gather_fp32. Done: on 128 ranks, by the hooks and
+   prefetched, resharded fully and to 8 ranks. */
 TEST(fully_shard_comm, all_gather_fp32, NO(GLOO | NCCL) | SLOW) {
     on_ranks(W_SLOW ? 16 : WIDE_WORLD, wide_gather, NULL);
     on_lanes(16, 1, NULL, wide_gather, NULL);
@@ -288,7 +293,13 @@ static void test_scatter(fsdp_dtype reduce) {
     c.plain = 1; /* which f32 does not see */
     if (reduce == FSDP_F16) on_lanes(W_SLOW ? 16 : WIDE_WORLD, 0, &plain, wide_scatter, &c);
 }
+/* PyTorch: test_fully_shard_comm.py test_reduce_scatter_fp32. Done: on 128 ranks, and with comm
+   threads. */
 TEST(fully_shard_comm, reduce_scatter_fp32, NO(GLOO | NCCL) | SLOW) { test_scatter(FSDP_F32); }
+/* PyTorch: test_fully_shard_comm.py test_reduce_scatter_fp16. Differs: a backend that sums in f32
+   divides by 128 before it stores the sum, so that it stays in range (f16.sums_stay_in_range). One
+   that does not, like NCCL, divides by 16 before and by 8 after the sum, as PyTorch; its sums can
+   overflow (f16.sums_of_a_backend_that_does_not_divide). */
 TEST(fully_shard_comm, reduce_scatter_fp16, NO(GLOO | NCCL) | SLOW) { test_scatter(FSDP_F16); }
 
 /* ---- gradients of several dtypes in one reduction -------------------------------------------- */
@@ -347,6 +358,9 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
             CHECK_EQ_MEM((float *)v.shard_grad + k, &expected[v.index][fsdp_view_index(&v, k)], 4);
     }
 }
+/* PyTorch: test_fully_shard_comm.py test_numerics. Done: PyTorch calls the operator. Here a
+   reduction of a backend that does not divide has the bits of a cast followed by a chunk-cat.
+   Gradients are row-major: no non-contiguous inputs. */
 TEST(fully_shard_comm, ChunkCatMixedDtype_numerics) {
     static const mix mixes[] = {
         {{FSDP_BF16, FSDP_F32, FSDP_BF16}, FSDP_F32}, {{FSDP_F16, FSDP_F32, FSDP_F16}, FSDP_F32},
@@ -537,6 +551,8 @@ static const struct {
                 {"False", NEVER, NEVER, 0}};
 enum { NONE, TRUE_, TWO, FALSE_, RESHARDS };
 
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_communication_count. Done: and nothing else is
+   issued. */
 TEST_P(fully_shard_comm, communication_count, reshards) {
     for (int inline_device = 0; inline_device < 2; inline_device++) {
         rig r;
@@ -546,6 +562,7 @@ TEST_P(fully_shard_comm, communication_count, reshards) {
     }
 }
 
+/* PyTorch: test_fully_shard_comm.py test_manual_reshard_with_reshard_after_forward_false. Done. */
 TEST(fully_shard_comm, manual_reshard_with_reshard_after_forward_false) {
     rig r;
     rig_open(&r, "r012", NEVER, NEVER, 0);
@@ -553,6 +570,8 @@ TEST(fully_shard_comm, manual_reshard_with_reshard_after_forward_false) {
     rig_close(&r);
 }
 
+/* PyTorch: test_fully_shard_comm.py test_set_reshard_after_forward. Done: for the model and for the
+   root only. */
 TEST(fully_shard_comm, set_reshard_after_forward) {
     static const struct {
         int made, set, recurse, again;
@@ -598,6 +617,7 @@ static void check_kept(const rig *r, int mode, int replicas) {
         CHECK_EQ_INT(m.pool_slots[FSDP_POOL_REDUCE_OUT], mode == LAST_ALL_REDUCE && replicas > 1);
     }
 }
+/* PyTorch: none. Own: the table "How many collectives" of docs/parity.md for three microbatches. */
 TEST_P(fully_shard_comm, accumulation_count, accumulations) {
     for (int replicas = 1; replicas < 3; replicas++) {
         rig r;
@@ -626,6 +646,8 @@ TEST_P(fully_shard_comm, accumulation_count, accumulations) {
 
 /* One forward and backward, three times; then two forwards before one backward. Both also with every
    layer recomputed in its backward, which changes no event. */
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_backward_prefetch. Done: PyTorch's sequences
+   of events. Its part with an unused branch is backward_prefetch_unused_in_backward. */
 TEST(fully_shard_comm, backward_prefetch) {
     static const struct {
         const char *back, *again; /* of a backward; of the second half of one over two forwards */
@@ -659,6 +681,9 @@ TEST(fully_shard_comm, backward_prefetch) {
 
 /* A layer with two branches behind it; a backward of one branch, then, over the same forward, of the
    other. What the first one gathers ahead in vain is there for the second one. */
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_backward_prefetch. Done: two backwards over
+   one forward that share a layer: PyTorch's events, without its two post-backwards that do nothing.
+   */
 TEST(fully_shard_comm, backward_prefetch_unused_in_backward) {
     for (int inline_device = 0; inline_device < 2; inline_device++) {
         rig r;
@@ -703,6 +728,7 @@ static void two_backwards(fsdp_world *world, const void *arg) {
     }
     net_end(&n);
 }
+/* PyTorch: none. Own: the sums of both backwards. */
 TEST(fully_shard_comm, backward_prefetch_unused_in_backward_grads) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, two_backwards, NULL);
 }
@@ -735,6 +761,8 @@ static void test_lists(int backward, const char *const expected[3][2]) {
 
 #define FORWARD4  "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 Rr"
 #define BACKWARD4 "Ur:B U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr"
+/* PyTorch: test_fully_shard_comm.py test_set_modules_to_forward_prefetch,
+   test_set_modules_to_backward_prefetch. Done: PyTorch's sequences of events, also for depth 0. */
 TEST(fully_shard_comm, set_modules_to_forward_prefetch) {
     static const char *const expected[3][2] = {
         {FORWARD4, BACKWARD4},
@@ -752,6 +780,9 @@ TEST(fully_shard_comm, set_modules_to_backward_prefetch) {
 
 /* Embeddings t, blocks 0 1 2 with units a b c inside of them, each block recomputed in its backward,
    and n, the norm and the output. */
+/* PyTorch: test_fully_shard_comm.py test_set_modules_to_backward_prefetch_inside_ac. Done:
+   PyTorch's sequences of events, and the reductions. Only blocks are recomputed (PyTorch:
+   feed-forwards inside, too). */
 TEST(fully_shard_comm, backward_prefetch_inside_ac) {
     static const char forward[] = "(t )t (0 (a )a )0 (1 (b )b )1 (2 (c )c )2 (n )n";
     static const char backward[] = "[n ]n [2 (2 (c )c )2 [c ]c ]2 [1 (1 (b )b )1 [b ]b ]1"
@@ -776,6 +807,8 @@ TEST(fully_shard_comm, backward_prefetch_inside_ac) {
 
 /* Embeddings t, a layer 0, units 1 and 2 of two layers each, and n, the norm and the output, which
    stays: one event per unit. */
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_multi_module_backward_prefetch. Done:
+   PyTorch's sequences of events; its test states those of backward and does not compare them. */
 TEST(fully_shard_comm, multi_module_backward_prefetch) {
     rig r;
     rig_open(&r, "t012n", ALWAYS, ALWAYS, 0);
@@ -792,6 +825,8 @@ TEST(fully_shard_comm, multi_module_backward_prefetch) {
 
 /* A unit with a layer that never ran: the caller closes it, its backward is ended by finalize, and
    the layer's parameters have no gradient. */
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_multi_module_unused_module. Done: you close a
+   unit whose layer did not run; PyTorch does so at the end of forward. */
 TEST(fully_shard_comm, multi_module_unused_module) {
     rig r;
     rig_open(&r, "r01", NEVER, ALWAYS, 0);
@@ -822,6 +857,7 @@ static void unused_layer(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_param_view_get(unit, 1, &v));
     CHECK(!v.shard_grad);
 }
+/* PyTorch: none. Own: the unused layer has no gradient. */
 TEST(fully_shard_comm, multi_module_unused_module_grads) { on_ranks(2, unused_layer, NULL); }
 
 /* ---- factors --------------------------------------------------------------------------------- */
@@ -849,6 +885,9 @@ static void divide_factor(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(n.m.model);
     }
 }
+/* PyTorch: test_fully_shard_comm.py test_set_reduce_scatter_divide_factor. Done: also HSDP and
+   bf16. Not in f16: there the first division stays a power of two that follows from the ranks, so
+   that results may differ from PyTorch's where they are subnormal or overflow. */
 TEST(fully_shard_comm, set_reduce_scatter_divide_factor) {
     on_ranks(4, divide_factor, NULL);
     on_ranks(4, divide_factor, "bf16");
@@ -907,6 +946,8 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     CHECK(at > 0);
     b->numel[b->how][rank] = at;
 }
+/* PyTorch: test_fully_shard_comm.py test_set_reduce_scatter_max_input_buffers. Differs: there is no
+   such setter: a rule chooses the number of buffers. The bits do not depend on it. */
 TEST(fully_shard_comm, set_reduce_scatter_max_input_buffers) {
     buffers *b = (buffers *)lab_zeros(1, sizeof *b);
     for (b->how = 0; b->how < BUFFERS; b->how++) {
@@ -964,6 +1005,9 @@ static void test_force_sum(int hsdp, int fused) {
     CHECK_NEAR(factor, 1.0 / (hsdp ? 2 * W : W), 0);
     CHECK_EQ_INT(sim_close(&r.s), 0);
 }
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_force_sum_reduce_scatter,
+   test_fully_shard_force_sum_both_reductions. Differs: there is no setter: reductions are always
+   sums. One unit (PyTorch: a transformer). */
 TEST(fully_shard_comm, force_sum_reduce_scatter) { test_force_sum(0, 1), test_force_sum(0, 0); }
 TEST(fully_shard_comm, force_sum_both_reductions) { test_force_sum(1, 1), test_force_sum(1, 0); }
 
@@ -979,6 +1023,7 @@ static int divisions_op(void *user, fsdp_model *model, fsdp_op *op) {
 }
 
 /* Factor none, 1 and 2: how many divisions, and what the gradient 3 becomes. */
+/* PyTorch: test_fully_shard_comm.py test_singleton_copy_division. Done: factors none, 1 and 2. */
 TEST(fully_shard_comm, singleton_copy_division) {
     static const double factors[] = {0, 1, 2};
     static const int divisions[] = {0, 0, 1};
@@ -1039,6 +1084,8 @@ static void one_shard(fsdp_world *world, const void *arg) {
     CHECK_EQ_INT(replicas, size > 1 ? 3 * NET_UNITS : 0);
     CALL(world, fsdp_detach(n.m.model, &watcher));
 }
+/* PyTorch: test_fully_shard_comm.py test_size1_reduceop. Done: one rank reduces nothing (PyTorch:
+   asserts that the op would be a sum). Two replicas of one shard only sum. */
 TEST(fully_shard_comm, size1_reduceop) {
     on_ranks(1, one_shard, NULL);
     on_ranks(2, one_shard, NULL);
@@ -1063,6 +1110,8 @@ static void misprefetch(fsdp_world *world, const void *arg) {
     }
     net_end(&n);
 }
+/* PyTorch: test_fully_shard_comm.py test_backward_misprefetch. Done: one gather of a step is
+   unused; parameters and gradients are exact (PyTorch compares losses). */
 TEST(fully_shard_comm, backward_misprefetch) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, misprefetch, NULL);
 }
@@ -1089,6 +1138,8 @@ static void async_unshard(fsdp_world *world, const void *arg) {
     }
     net_end(&n);
 }
+/* PyTorch: test_fully_shard_comm.py test_unshard_async. Done: the all-reduce before each gather
+   blocks (PyTorch: asynchronous). Parameters and gradients are exact (PyTorch compares losses). */
 TEST(fully_shard_comm, unshard_async) {
     for (int lanes = 0; lanes < 3; lanes++) {
         on_lanes(4, lanes, NULL, async_unshard, NULL);
@@ -1124,6 +1175,8 @@ static void no_group(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_reshard(unit));
     CHECK_EQ_INT(gathers, 0);
 }
+/* PyTorch: test_fully_shard_comm.py test_unshard_no_param_group. Differs: a unit without parameters
+   is refused. One whose parameters have no elements gathers nothing. */
 TEST(fully_shard_comm, unshard_no_param_group) { on_ranks(2, no_group, NULL); }
 
 /* The call that lays the model out gathers zeros; after a fill and before any hook, what was filled. */
@@ -1146,6 +1199,8 @@ static void at_once(fsdp_world *world, const void *arg) {
     }
     net_step(&n);
 }
+/* PyTorch: test_fully_shard_comm.py test_unshard_without_lazy_init. Done: if fsdp_unshard is the
+   first call, it computes the layout, and gathers zeros. */
 TEST(fully_shard_comm, unshard_without_lazy_init) { on_ranks(2, at_once, NULL); }
 
 /* ---- where buffers come from, and comms of the user ------------------------------------------ */
@@ -1213,7 +1268,13 @@ static void test_memory(const char *mixed) {
     ops.run = memory_run;
     on_lanes(4, 0, &ops, buffers_from_backend, mixed);
 }
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_alloc_from_pg. Differs: there is no setter:
+   every buffer of a gather or a reduce-scatter comes from the backend. NCCL registers buffers only
+   with FSDP_NCCL_REGISTER. */
 TEST(fully_shard_comm, alloc_from_pg) { test_memory(NULL); }
+/* PyTorch: test_fully_shard_comm.py test_fully_shard_symm_mem. Differs: there is no setter. Where
+   ranks made the same allocations, each buffer lies at the same place on every rank. NCCL has
+   symmetric windows only with FSDP_NCCL_REGISTER=2. */
 TEST(fully_shard_comm, symm_mem) { test_memory("mixed"); } /* symmetric: the same places */
 
 /* Comm functions of the user's own, one unit's, for one step; order and memory do not matter. */
@@ -1239,6 +1300,9 @@ static void own_comms(fsdp_world *world, const void *arg) {
     net_step(&n);
     CHECK_EQ_INT(calls[0] + calls[1], 3);
 }
+/* PyTorch: test_fully_shard_comm.py test_exception_when_used_together_with_comm_hooks. Differs: you
+   may set the comm functions in any order. PyTorch refuses memory of the process group after them;
+   here there is no such setter. */
 TEST(fully_shard_comm, exception_with_comm_hooks) {
     on_ranks(2, own_comms, NULL);
     on_ranks(2, own_comms, "the other order");

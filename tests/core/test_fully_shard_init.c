@@ -1,6 +1,11 @@
 /* test_fully_shard_init.c - PyTorch's tests of the same names, translated: what a unit manages, how
-   parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. docs/parity.md has
-   the list of all. Ranks are threads.
+   parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. Ranks are threads.
+
+   Gradients are integers from a hash, so that everything is exact. Parameters are compared in each
+   forward and backward, gradients in each step, and shards after it (with tensor parallelism:
+   parameters in backward, shards after a step of Adam). There are no losses. Units are small
+   matrices and MLPs where PyTorch has a transformer, and a step ends with an update, mostly plain
+   descent where PyTorch has Adam, AdamW or none.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL
@@ -231,6 +236,7 @@ static int on_the_device(sim *s, const void *ptr) {
 }
 
 /* Shards, gradients and slots lie in the device's memory. */
+/* PyTorch: none. Own: shards, gradients and slots lie in device memory. */
 TEST(fully_shard_init, device_arg) {
     sim s;
     toy t;
@@ -252,6 +258,8 @@ TEST(fully_shard_init, device_arg) {
 }
 
 /* A full tensor in host memory goes to the device's; the tensor itself stays the user's. */
+/* PyTorch: test_fully_shard_init.py test_move_states_to_device_tensor. Partly: fsdp_param_load
+   copies a full tensor to the device. No buffers of a module: you keep them. */
 TEST(fully_shard_init, move_states_tensor) {
     sim s;
     float full[8 * 4];
@@ -274,6 +282,9 @@ TEST(fully_shard_init, move_states_tensor) {
 }
 
 /* A parameter that no unit manages is nowhere in the model. */
+/* PyTorch: test_fully_shard_init.py test_move_states_to_device_ignored_param_device. Differs: there
+   is no list of ignored parameters. A parameter that no unit lists stays where it is; PyTorch then
+   moves it with the model, and no call here does. */
 TEST(fully_shard_init, move_states_ignored) {
     sim s;
     float ignored[16], before[16];
@@ -316,7 +327,11 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_invalid_mesh_ndim. Done: a mesh (4, 1, 1) without a mesh
+   info is refused, for a model and for a unit. */
 TEST(fully_shard_init, invalid_mesh_ndim) { on_ranks(4, invalid_mesh, "3-D"); }
+/* PyTorch: test_fully_shard_init.py test_2d_mesh_without_mesh_dim_names. Done: refused for a model
+   and for a unit. */
 TEST(fully_shard_init, 2d_mesh_without_mesh_dim_names) { on_ranks(4, invalid_mesh, NULL); }
 
 /* ---- what a unit manages --------------------------------------------------------------------- */
@@ -408,35 +423,58 @@ static void test_managed(const char *units, const char *expected, int replicated
     on_ranks(2, manages, &m);
 }
 
+/* PyTorch: test_fully_shard_init.py test_managed_modules_single. Not applicable: the library walks
+   no modules. The test shows that a unit gathers the listed parameters, in that order, and that
+   units share nothing. So do the ten tests below. */
 TEST(fully_shard_init, managed_modules_single) { test_managed("a: w b v", "a.w a.b a.v", -1, -1); }
+/* PyTorch: test_fully_shard_init.py test_managed_modules_nested. Not applicable: no modules are
+   walked. */
 TEST(fully_shard_init, managed_modules_nested) { /* b inside of a, made first as upstream asks */
     test_managed("b: w b | a: v c", "b.w b.b a.v a.c", -1, -1);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_modules_nested_fully_shard_and_replicate. Not
+   applicable: no modules are walked. */
 TEST(fully_shard_init, managed_modules_nested_and_replicate) {
     test_managed("b: w b | c: r | a: v c", "b.w b.b c.r a.v a.c", 1, -1);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_modules_duplicate. Not applicable: no modules are
+   walked. */
 TEST(fully_shard_init, managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
     test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_modules_list_of_mlps. Not applicable: no modules
+   are walked. */
 TEST(fully_shard_init, managed_modules_list) { /* two layers in one call */
     test_managed("a: l0.w l0.b l1.w l1.b", "a.l0.w a.l0.b a.l1.w a.l1.b", -1, -1);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_states_shared_params_and_buffers. Not applicable:
+   no modules are walked, and the library has no buffers. */
 TEST(fully_shard_init, managed_states_shared) { /* a tied parameter is one parameter of one unit */
     test_managed("a: tok out | b: w", "a.tok a.out b.w", -1, 0);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_states_nested_fully_shard. Not applicable: no
+   modules are walked. */
 TEST(fully_shard_init, managed_states_nested) {
     test_managed("c: w | b: v | a: s", "c.w b.v a.s", -1, -1);
 }
+/* PyTorch: test_fully_shard_init.py test_managed_states_list_of_mlps. Not applicable: no modules
+   are walked. */
 TEST(fully_shard_init, managed_states_list) {
     test_managed("b: l0.w l1.w | a: s", "b.l0.w b.l1.w a.s", -1, -1);
 }
+/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_shared_params. Not applicable: a
+   parameter belongs to one unit: there is no list of shared parameters. */
 TEST(fully_shard_init, get_param_module_infos_shared) {
     test_managed("a: emb.w lin.b | b: out.b", "a.emb.w a.lin.b b.out.b", -1, 0);
 }
+/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_duplicates. Not applicable: a
+   parameter belongs to one unit. */
 TEST(fully_shard_init, get_param_module_infos_duplicates) {
     test_managed("a: mlp.in.w mlp.in.b mlp.out.w mlp.out.b",
                  "a.mlp.in.w a.mlp.in.b a.mlp.out.w a.mlp.out.b", -1, 0);
 }
+/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_list_of_mlps. Not applicable: a
+   parameter belongs to one unit. */
 TEST(fully_shard_init, get_param_module_infos_list) {
     test_managed("a: 0.in.w 0.in.b 1.in.w 1.in.b | b: norm",
                  "a.0.in.w a.0.in.b a.1.in.w a.1.in.b b.norm", -1, -1);
@@ -503,6 +541,9 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(t.model);
     }
 }
+/* PyTorch: test_fully_shard_init.py test_shard_tensor_parameters. Done: shapes and contents are
+   those of torch.chunk, also with a shared linear, before and after two steps. A parameter has no
+   strides, and no mesh of its own. */
 TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
 
 static void raise_scalar(fsdp_world *world, const void *arg) {
@@ -523,6 +564,8 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_raise_scalar_parameter. Done: the error asks for a vector
+   of one element. */
 TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
 
 static void invalid_dim(fsdp_world *world, const void *arg) {
@@ -542,6 +585,8 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_invalid_shard_dim. Done: shard_dim 1 of a vector is
+   refused by name. */
 TEST(fully_shard_init, invalid_shard_dim) { on_ranks(8, invalid_dim, NULL); }
 
 /* PyTorch's transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output is tied
@@ -596,6 +641,9 @@ static void shard_dims(fsdp_world *world, const void *arg) {
     }
     CHECK(beside > 0);
 }
+/* PyTorch: test_fully_shard_init.py test_init_1d_transformer_shard_largest_dim,
+   test_init_1d_transformer_shard_dim_neg1. Done: each parameter gathers to its original, and after
+   a step to the exact new one. */
 TEST(fully_shard_init, init_1d_transformer_shard_largest_dim) {
     int rule = LARGEST;
     on_ranks(8, shard_dims, &rule);
@@ -626,6 +674,8 @@ static void uneven_largest(fsdp_world *world, const void *arg) {
             CHECK_NEAR(full[e], toy_truth(&t, 0, v.index, e), 0);
     }
 }
+/* PyTorch: test_fully_shard_init.py test_init_1d_uneven_shard_largest_dim. Differs: a dim 1 of 17
+   over 8 ranks is cut into 3, 3, 3, 3, 3, 2, 0 and 0. PyTorch refuses it. */
 TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
 
 /* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
@@ -655,6 +705,8 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
     toy_step(&t);
     CHECK_EQ_INT(gathers, 2);
 }
+/* PyTorch: test_fully_shard_init.py test_mixed_dtypes_no_grad_param. Done: bytes in place of fp8;
+   one step (PyTorch: a forward that uses no parameter). */
 TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_ranks(2, mixed_dtypes, NULL); }
 
 /* ---- parameters that are already split by tensor parallelism --------------------------------- */
@@ -852,6 +904,8 @@ static void shard_dtensor(fsdp_world *world, const void *arg) {
     tp_check_shards(&m, mesh); /* all four, in_proj.bias too */
     tp_check(&m, 0);
 }
+/* PyTorch: test_fully_shard_init.py test_shard_dtensor_parameters. Partly: a rank describes its
+   tensor-parallel part on the dp slice. No global shape, strides or mesh, which a DTensor has. */
 TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
 
 /* FSDP and tensor parallelism split different dims of every matrix. */
@@ -873,6 +927,9 @@ static void diff_dim(fsdp_world *world, const void *arg) {
     }
     tp_whole(&m, tp);
 }
+/* PyTorch: test_fully_shard_init.py test_init_2d_transformer_shard_diff_dim. Partly: five
+   parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. The core has no call
+   that gathers over dp and tp, as a DTensor's does. */
 TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
 
 /* ---- the root, names, the first step --------------------------------------------------------- */
@@ -917,6 +974,8 @@ static void no_root(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(t.model);
     }
 }
+/* PyTorch: test_fully_shard_init.py test_fully_shard_is_root. Differs: no unit is the root. Units
+   keep the order in which you made them, and any unit may be used first. */
 TEST(fully_shard_init, is_root) { on_ranks(2, no_root, NULL); }
 
 static void names_of(fsdp_world *world, const void *arg) {
@@ -940,6 +999,8 @@ static void names_of(fsdp_world *world, const void *arg) {
     CHECK(fsdp_param_at(t.model, 8, &v) == FSDP_ERR_INVALID_ARG);
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_fully_shard_module_and_param_fqns. Differs: units and
+   parameters have the names that you gave. */
 TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, names_of, NULL); }
 
 /* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
@@ -970,6 +1031,9 @@ static void lazy_init(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_model_reset(t.model));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_fully_shard_double_lazy_init. Differs: a unit may run
+   before the others, as there is no root. The first call that needs the layout computes it; then a
+   new unit is refused. */
 TEST(fully_shard_init, double_lazy_init) { on_ranks(2, lazy_init, NULL); }
 
 /* A group of several layers that is used first is no error: it is a unit like others. */
@@ -985,6 +1049,8 @@ static void several_first(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     for (int i = 0; i < 2; i++) toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_fully_shard_multi_module_root. Differs: a unit of several
+   layers may be used first. */
 TEST(fully_shard_init, multi_module_root) { on_ranks(2, several_first, NULL); }
 
 /* A parameter that is replaced between sharding and the first forward is the one that trains. */
@@ -1001,6 +1067,9 @@ static void replaced(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_param_load(t.unit[0], 0, full));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_reset_sharded_param_in_lazy_init. Differs: you cannot
+   replace a parameter. If it is loaded again before the first forward, the second contents are
+   trained. */
 TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced, NULL); }
 
 /* ---- initialisation without the whole model anywhere ----------------------------------------- */
@@ -1047,6 +1116,8 @@ static void meta_device(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(t.model);
     }
 }
+/* PyTorch: test_fully_shard_init.py test_meta_device_1d_init. Partly: shards are zero, then filled
+   twice; one step of Adam. No buffers, and no parameters without data. */
 TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
 
 /* The same for the parts that tensor parallelism leaves. */
@@ -1075,6 +1146,8 @@ static void meta_device_2d(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(m.toy.model);
     }
 }
+/* PyTorch: test_fully_shard_init.py test_meta_device_2d_init. Partly: (dp, tp), f32 only, one unit
+   (PyTorch: one for each linear). No buffers, and no parameters without data. */
 TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device_2d, NULL); }
 
 /* Upstream names the parameters that were left without data. Here there are none: a parameter that
@@ -1093,6 +1166,8 @@ static void never_filled(fsdp_world *world, const void *arg) {
     }
     CALL(world, fsdp_post_forward(t.unit[0]));
 }
+/* PyTorch: test_fully_shard_init.py test_invalid_meta_device_init. Differs: no parameter is without
+   data: one that you never filled is zero. */
 TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NULL); }
 
 /* Rank 0 has the parameters, the others get them, and each keeps its rows. */
@@ -1114,6 +1189,9 @@ static void rank0_broadcast(fsdp_world *world, const void *arg) {
     toy_shards(&t);
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_rank0_broadcast_meta_device_init. Done: rank 0 broadcasts
+   full parameters, each rank keeps its rows. Compared with the numbers themselves (PyTorch: with a
+   second sharded model). */
 TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_ranks(4, rank0_broadcast, NULL); }
 
 /* ---- meshes from lists of ranks -------------------------------------------------------------- */
@@ -1169,6 +1247,9 @@ static void groups_2d(fsdp_world *world, const void *arg) {
     }
     for (int i = 0; i < 2; i++) trains_over(world, mesh[i], 4, fsdp_rank(world));
 }
+/* PyTorch: test_fully_shard_init.py test_1d_process_group_init, test_2d_process_group_init. Done: a
+   mesh from a list of ranks (PyTorch: from process groups) has the coordinates and groups of an
+   ordinary mesh, and trains with equal results. */
 TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, groups_1d, NULL); }
 TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
 
@@ -1212,6 +1293,8 @@ static void across_replicas(fsdp_world *world, const void *arg) {
     toy_shards(&t);
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_init.py test_hsdp_broadcast_across_replicas. Done: the buffer is the
+   caller's. */
 TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_ranks(4, across_replicas, NULL); }
 
 /* ---- hooks on the reduced gradients ---------------------------------------------------------- */
@@ -1238,6 +1321,9 @@ static fsdp_status note_stream(void *user, fsdp_unit *unit, void *data, int64_t 
 
 /* It runs on the stream of the reduction, after it (HSDP: after the all-reduce, on that stream) and
    before the division. */
+/* PyTorch: test_fully_shard_init.py test_custom_hook_custom_stream. Differs: the hook gets the
+   stream of the reduction, with HSDP that of the all-reduce. You cannot pass a stream, so that none
+   is refused with HSDP. */
 TEST(fully_shard_init, custom_hook_custom_stream) {
     for (int hsdp = 0; hsdp < 2; hsdp++) {
         sim s;
@@ -1335,6 +1421,8 @@ static void hsdp_hook(fsdp_world *world, const void *arg) {
     CHECK(v.local_shape[0] == 20 && v.local_shape[1] == 10);
     for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 10 * (k % 10), 0);
 }
+/* PyTorch: test_fully_shard_init.py test_custom_hsdp_all_reduce_hook. Done: inputs differ per rank
+   (PyTorch: weights per replica); the hook sums and halves (PyTorch: AVG). */
 TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_ranks(4, hsdp_hook, NULL); }
 
 /* ---- state ----------------------------------------------------------------------------------- */
@@ -1362,6 +1450,7 @@ static void states(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_model_reset(t.model));
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_state.py test_fully_shard_state. Done: each unit has its own state. */
 TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
 
 /* ---- parameters that others look after ------------------------------------------------------- */
@@ -1456,6 +1545,9 @@ static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
     }
     CHECK_EQ_INT(fsdp_num_params(t.model), 1);
 }
+/* PyTorch: test_fully_shard_ignore_params.py test_ddp_A_fsdp_B_ddp_C. Done: A and C belong to the
+   trainer, B is a unit that is open around C. Plain descent (PyTorch: Adam), one unit (PyTorch:
+   two). PyTorch also compares which names FSDP and DDP manage; here the model has one parameter. */
 TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_ranks(2, ddp_fsdp_ddp, NULL); }
 
 /* ---- what a checkpoint reads and writes ------------------------------------------------------ */
@@ -1548,7 +1640,11 @@ static void dp_save_load(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(t.model);
     }
 }
+/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_save_load. Done: views show the shards
+   also while parameters are gathered (PyTorch: state_dict reshards first). */
 TEST(fully_shard_state_dict, dp_save_load) { on_ranks(8, dp_save_load, NULL); }
+/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_save_load. Done: the second half of
+   PyTorch's test. */
 TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(8, dp_save_load, "HSDP"); }
 
 static void tp_save_load(fsdp_world *world, const void *arg) {
@@ -1573,7 +1669,11 @@ static void tp_save_load(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(m.toy.model);
     }
 }
+/* PyTorch: test_fully_shard_state_dict.py test_dp_tp_state_dict_save_load. Done: one MLP (PyTorch:
+   three); each rank loads its tensor-parallel part (PyTorch: DTensors). */
 TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
+/* PyTorch: test_fully_shard_state_dict.py test_hsdp_tp_state_dict_save_load. Done: as tp_save_load.
+   */
 TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
 
 /* Views that are kept show the parameters as they are after later steps. */
@@ -1598,6 +1698,9 @@ static void cached_dict(fsdp_world *world, const void *arg) {
         fsdp_model_destroy(t.model);
     }
 }
+/* PyTorch: test_fully_shard_state_dict.py test_cached_state_dict. Partly: views that you keep show
+   the parameters after later steps. PyTorch then moves the model to the host and back: no call here
+   moves shards. */
 TEST(fully_shard_state_dict, cached) { on_ranks(8, cached_dict, NULL); }
 
 /* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
@@ -1628,6 +1731,10 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
     dict_of(&t, &after);
     same_dict(&before, &after);
 }
+/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_cpu_offload. Partly: a part of the
+   model is loaded, the rest stays. The test does not look where shards lie:
+   fully_shard_memory.training_memory counts pinned bytes. You cannot load from another device,
+   which PyTorch refuses; no parameter is without data. */
 TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
 
 /* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
@@ -1655,6 +1762,9 @@ static void correct_2d(fsdp_world *world, const void *arg) {
     tp_check(&m, 0);
     tp_whole(&m, lab_slice(world, mesh, 1));
 }
+/* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: HSDP, and (dp,
+   tp), where the test adds up the tp parts. The core has no call that gathers over both dims, as a
+   DTensor's does. */
 TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
 
 /* Rank 0 alone keeps the whole tensors. */
@@ -1675,6 +1785,8 @@ static void rank0_full(fsdp_world *world, const void *arg) {
     }
     toy_step(&t);
 }
+/* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: two MLPs with
+   offload, after two steps (PyTorch: a transformer without offload, before any). */
 TEST(fully_shard_state_dict, rank0_offload_full) { on_ranks(4, rank0_full, NULL); }
 
 /* ---- extensions of the all-gather ------------------------------------------------------------ */
@@ -1791,6 +1903,9 @@ static void ext_parity(fsdp_world *world, const void *arg) {
         CHECK_EQ_INT(x[k].posts, never ? 10 : 20);
     }
 }
+/* PyTorch: test_fully_shard_extensions.py test_all_gather_extensions_train_parity. Done: matrices
+   gather the halves of their bits, biases have no extension (PyTorch: no biases). Gradients come
+   from a hash, a step is plain descent (PyTorch: Adam). */
 TEST(fully_shard_extensions, train_parity) {
     on_ranks(2, ext_parity, NULL);
     on_ranks(2, ext_parity, "never");
@@ -1810,6 +1925,9 @@ static void ext_end_to_end(fsdp_world *world, const void *arg) {
     for (int step = 0; step < 3; step++) toy_step(&t);
     for (int k = 0; k < 6; k++) CHECK_EQ_INT(x[k].posts, never ? 3 : 6);
 }
+/* PyTorch: test_fully_shard_extensions.py test_all_gather_extensions_end_to_end. Done: gathers
+   bf16, reduces in f32 (PyTorch: no reduce dtype). fsdp_init_params fills the shards (PyTorch: from
+   the meta device). */
 TEST(fully_shard_extensions, end_to_end) {
     on_ranks(8, ext_end_to_end, NULL);
     on_ranks(8, ext_end_to_end, "never");
@@ -1839,6 +1957,9 @@ static void ext_quantised(fsdp_world *world, const void *arg) {
     CHECK_EQ_INT(x[0].pres, 7);
     CHECK_EQ_INT(x[0].posts, 7);
 }
+/* PyTorch: test_fully_shard_extensions.py test_all_gather_extensions_monkey_patch. Differs: PyTorch
+   adds hooks to tensors that are already sharded. Here a quantising extension is a field of the
+   desc: it runs in every gather, and the shard stays as it was. */
 TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
 
 /* The hooks know the whole shape, and a stored shard has one size on all ranks: 9 rows over 8 ranks
@@ -1873,6 +1994,9 @@ static void ext_outer_size(fsdp_world *world, const void *arg) {
         CHECK_EQ_INT(x[i].posts, 2);
     }
 }
+/* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_outer_size_stride. Done: both
+   hooks see the whole shape, the library pads the shards to one size (PyTorch: the hook pads); a
+   desc has no strides. */
 TEST(fully_shard_extensions, outer_size_stride) { on_ranks(8, ext_outer_size, NULL); }
 
 /* What is gathered comes from the ranks of the shard dim alone. */
@@ -1890,6 +2014,8 @@ static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
     CHECK_EQ_INT(fsdp_mesh_ranks(mesh, 1, ranks), 4);
     for (int k = 0; k < 6 * 4; k++) CHECK_EQ_INT(x[k / 4].seen[k % 4], 100 + ranks[k % 4]);
 }
+/* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_hsdp_mesh. Done: the hooks get
+   no mesh: the test compares from which ranks strings arrive. */
 TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(8, ext_hsdp_mesh, NULL); }
 
 /* HSDP, with delays in every hook, with and without offload, ten steps. */
@@ -1908,4 +2034,6 @@ static void ext_hsdp(fsdp_world *world, const void *arg) {
         CHECK_EQ_INT(x[1].posts, 20);
     }
 }
+/* PyTorch: none. Own: an extension on 2x2 with random delays in both hooks, with and without
+   offload. */
 TEST(fully_shard_extensions, hsdp_variants) { on_ranks(4, ext_hsdp, NULL); }

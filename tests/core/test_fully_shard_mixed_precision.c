@@ -3,6 +3,9 @@
    up, are reduced and are kept, and what the numbers come to. The copy rounds where each dtype
    says.
 
+   Most tests train ten iterations, with Adam where all parameters are stored in f32, else with SGD,
+   and compare losses, gradients and parameters.
+
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
 #include "harness.h"
@@ -33,6 +36,8 @@ static const dtypes table[] = {
 };
 
 /* Two microbatches, the second is reduced; dtypes of every operation, and the numbers. */
+/* PyTorch: none. Own: the table "Dtypes" of docs/parity.md, row by row: the dtype of gathers, of
+   accumulation, of the reduction and between microbatches, and the numbers. */
 TEST_P(fully_shard_mixed_precision, dtypes, table) {
     static const int meshes[][2] = {{1, 2}, {1, 3}, {2, 2}};
     static fs_net net;
@@ -51,6 +56,7 @@ TEST_P(fully_shard_mixed_precision, dtypes, table) {
 }
 
 /* The same with one rank and with replicas alone: nothing is gathered. */
+/* PyTorch: none. Own: only the numbers, on meshes that gather nothing. */
 TEST_P(fully_shard_mixed_precision, dtypes_one_shard, table) {
     static fs_net net;
     mlps(&net, 8);
@@ -102,6 +108,7 @@ static void with_integers(lab_rank *r) {
     }
 }
 
+/* PyTorch: none. Own: the dtype, size and bytes of a gather of frozen integers. */
 TEST(fully_shard_mixed_precision, dtypes_int8_frozen) {
     lab_how how = FSDP_ZERO;
     how.bare = 1;
@@ -136,6 +143,8 @@ static void count_copies(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
+/* PyTorch: none. Own: a gather has one copy before it if it casts, one after it if it is packed; a
+   reduction at most one before and one after it. */
 TEST(fully_shard_mixed_precision, casts_are_fused_into_copies, NO(NCCL)) {
     static fs_net net;
     mlps(&net, 32); /* shards that are whole cells, else none is direct */
@@ -150,6 +159,8 @@ TEST(fully_shard_mixed_precision, casts_are_fused_into_copies, NO(NCCL)) {
 
 /* ---- upstream's tests ------------------------------------------------------------------------ */
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_compute_dtype. Done: the reduction runs in the
+   original dtype, as in 2.15. */
 TEST(fully_shard_mixed_precision, compute_dtype) {
     static const dtypes both[] = {{"bf16", F32, 0, BF16, 0, BF16, BF16, F32, F32, F32},
                                   {"f16", F32, 0, F16, 0, F16, F16, F32, F32, F32}};
@@ -160,6 +171,7 @@ TEST(fully_shard_mixed_precision, compute_dtype) {
     }
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_reduce_dtype. Done: also (f16, f16). */
 TEST(fully_shard_mixed_precision, reduce_dtype) {
     static const dtypes all[] = {{"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32},
                                  {"f32, bf16", F32, 0, F32, BF16, F32, F32, BF16, BF16, F32},
@@ -172,6 +184,8 @@ TEST(fully_shard_mixed_precision, reduce_dtype) {
 }
 
 /* No gradients before the last microbatch: the copy has none. */
+/* PyTorch: test_fully_shard_mixed_precision.py test_grad_acc_with_reduce_dtype. Done: compared
+   after each of 4 microbatches. */
 TEST(fully_shard_mixed_precision, grad_acc_with_reduce_dtype) {
     static const dtypes d = {"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32};
     by_dtypes(FS_SHARD, &d, 1, 2, 4);
@@ -184,6 +198,8 @@ static void all_reduce_last(fs_run *x, int it, int m) {
     (void)it;
     fs_set_all_reduce(x, -1, m == x->c->micros - 1);
 }
+/* PyTorch: none. Own: HSDP with the all-reduce in the last microbatch: each partial sum is rounded
+   to the reduce dtype. The test reads no dtype of an op. */
 TEST_P(fully_shard_mixed_precision, partial_sums, table) {
     static fs_net net;
     mlps(&net, 8);
@@ -202,15 +218,21 @@ static const dtypes wide_grads[] = {
     {"bf16, reduced in bf16", BF16, F32, 0, BF16, BF16, BF16, BF16, BF16, F32},
     {"f32, gradients bf16", F32, BF16, BF16, 0, BF16, BF16, BF16, BF16, BF16}};
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_grad_dtype_preserved. Done: one grad_dtype for
+   the model (PyTorch: for each parameter). */
 TEST(fully_shard_mixed_precision, grad_dtype_preserved) {
     for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(FS_SHARD, &wide_grads[i], 1, 2, 1);
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_grad_dtype_preserved_grad_acc. Done: 4
+   microbatches. */
 TEST(fully_shard_mixed_precision, grad_dtype_preserved_grad_acc) {
     for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(FS_SHARD, &wide_grads[i], 1, 2, 4);
 }
 
 /* A single device adds up in f64. */
+/* PyTorch: test_fully_shard_mixed_precision.py test_grad_dtype_preserved_numerics. Done: compared
+   with sums in f64: absolute 1e-4, relative 8e-3. */
 TEST(fully_shard_mixed_precision, grad_dtype_preserved_numerics) {
     static fs_net net;
     mlps(&net, 16);
@@ -238,6 +260,9 @@ static void promoted(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_grad_dtype_preserved_non_uniform. Partly:
+   compute dtypes are mixed in a unit, which gathers bytes. No other gradient dtype for one
+   parameter. */
 TEST(fully_shard_mixed_precision, grad_dtype_preserved_non_uniform) {
     static fs_net net;
     for (int shards = 2; shards <= 3; shards++) {
@@ -250,14 +275,23 @@ TEST(fully_shard_mixed_precision, grad_dtype_preserved_non_uniform) {
     }
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_structured_input_output. Done: you call
+   fsdp_cast_forward_input for each member of a struct. Integers pass. */
 TEST(fully_shard_mixed_precision, structured_input_output) { structured(FS_SHARD); }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_float16_on_one_submodule. Done: 3 iterations
+   (PyTorch: one forward and backward). */
 TEST(fully_shard_mixed_precision, float16_on_one_submodule) { one_in_f16(FS_SHARD); }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_submodules_with_external_inputs. Done: 3
+   iterations (PyTorch: one forward and backward). */
 TEST(fully_shard_mixed_precision, submodules_with_external_inputs) {
     with_external_inputs(FS_SHARD);
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_norm_modules_bf16, test_norm_modules_fp16.
+   Partly: a layer norm under the policy, and under its own. No batch norms: their buffers are
+   yours. */
 TEST(fully_shard_mixed_precision, norm_modules_bf16) { norms(FS_SHARD, BF16); }
 TEST(fully_shard_mixed_precision, norm_modules_fp16) { norms(FS_SHARD, F16); }
 
@@ -295,6 +329,9 @@ static void recompute_casts(int outputs) {
     c.param = c.reduce = BF16, c.micro = recomputed_casts, c.user = &outputs;
     fs_train(&c);
 }
+/* PyTorch: test_fully_shard_mixed_precision.py test_checkpoint_recompute_casts_forward_inputs,
+   test_checkpoint_recompute_casts_outputs. Done: the same dtypes in forward and in the recompute.
+   */
 TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_forward_inputs) { recompute_casts(0); }
 TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_outputs) { recompute_casts(1); }
 
@@ -337,8 +374,12 @@ static void thawed_later(lab_rank *r) {
     }
     free(x.log.ops);
 }
+/* PyTorch: test_fully_shard_mixed_precision.py test_reduce_dtype_after_frozen_first_forward. Done:
+   the test writes the gradients; no losses and no optimizer. */
 TEST(fully_shard_mixed_precision, reduce_dtype_after_frozen_first_forward) {
     for (int size = 2; size <= 4; size += 2) lab_run(size, NULL, thawed_later, NULL);
 }
 
+/* PyTorch: test_fully_shard_mixed_precision.py test_clamp_reduce_dtype. Done: PyTorch's case is
+   made in bf16, then fsdp_model_cast to f32. */
 TEST(fully_shard_mixed_precision, clamp_reduce_dtype) { clamp_reduce_dtype(FS_SHARD, 2); }

@@ -64,6 +64,8 @@ static void biases_are_reduced(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
+/* PyTorch: test_fully_shard_frozen.py test_train_mixed_requires_grad_per_group. Done: only biases
+   are reduced. Post-backward is a call, so that "it runs during autograd" has no counterpart. */
 TEST(fully_shard_frozen, mixed_requires_grad_per_group, SLOW) {
     static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
@@ -120,6 +122,9 @@ static void reductions(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
+/* PyTorch: test_fully_shard_frozen.py test_train_mixed_requires_grad_across_groups. Done: every
+   second linear is frozen (PyTorch's helper reaches only the first one), and thawed in the last
+   iteration or never. */
 TEST(fully_shard_frozen, across_groups) {
     static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
@@ -172,6 +177,7 @@ static double used_three_times(fs_run *x, int it, int m) {
     fs_group_backward(x, t, FIRST, 0, 1);
     return loss;
 }
+/* PyTorch: test_fully_shard_frozen.py test_multi_forward_mixed_requires_grad. Done. */
 TEST(fully_shard_frozen, multi_forward) {
     static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
@@ -234,6 +240,8 @@ static void second_has(fs_run *x, int it, int m) {
             CHECK_EQ_INT(v.shard_grad != NULL, u == FIRST_UNIT || it < BOTH);
         }
 }
+/* PyTorch: test_fully_shard_autograd.py test_unused_forward_output. Done: the loss adds both
+   outputs (PyTorch: multiplies them). */
 TEST(fully_shard_autograd, unused_forward_output) {
     static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
@@ -295,6 +303,9 @@ static void resharded(fs_run *x, int it, int m) {
     else CHECK(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1) != NULL);
     fs_watch(x);
 }
+/* PyTorch: test_fully_shard_autograd.py test_unused_forward_module. Done: also a unit that only
+   some ranks use, and one used in an unreduced microbatch. Each case has only one of 2 and 4 ranks.
+   */
 TEST(fully_shard_autograd, unused_forward_module) {
     static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
@@ -341,6 +352,8 @@ static void after_clipping(fs_run *x, int it) {
     fs_watch(x);
 }
 
+/* PyTorch: test_fully_shard_clip_grad_norm_.py test_clip_grad_norm_1d. Done: every gradient is
+   scaled by the bound over the norm. One all-reduce; none where no rank shards. */
 TEST(fully_shard_clip_grad_norm_, 1d) {
     static const double norms[] = {2, 1, 3, 0.5, HUGE_VAL};
     static const int meshes[][2] = {{1, 2}, {1, 3}, {2, 2}, {2, 1}};
@@ -415,6 +428,9 @@ static void clip_2d(lab_rank *r) {
     free(x.log.ops);
 }
 
+/* PyTorch: test_fully_shard_clip_grad_norm_.py test_clip_grad_norm_2d. Done: the test writes the
+   gradients, in one step (PyTorch: 10 steps of MLPs). One all-reduce in all (PyTorch: one for each
+   mesh dim). norm.every_assignment has meshes of up to 3 dims. */
 TEST(fully_shard_clip_grad_norm_, 2d) {
     static const double norms[] = {2, 1, 3, HUGE_VAL};
     for (size_t i = 0; i < COUNT(norms); i++)
@@ -485,6 +501,8 @@ static int64_t elapsed(rig *r) {
 /* ---- overlap --------------------------------------------------------------------------------- */
 
 /* Compute 25 ms, communication 10 ms per layer. */
+/* PyTorch: test_fully_shard_overlap.py test_fully_shard_training_overlap. Done: on the simulated
+   clock, equal to the ideal formulas (PyTorch: at most the baseline's time). */
 TEST(fully_shard_overlap, training_overlap) {
     enum { LAYERS = 10, COMPUTE = 25 * MS, COMM = 10 * MS };
     int64_t forward[2], both[2];
@@ -522,6 +540,9 @@ TEST(fully_shard_overlap, training_overlap) {
 /* A layer of the caller's own comes before the unit. The gather waits for the optimizer, not for
    what the caller has computed since: it is hidden. If the caller says only then that parameters
    have changed, it is not. */
+/* PyTorch: test_fully_shard_overlap.py test_fully_shard_post_optim_event_overlap. Done: the event
+   is fsdp_params_changed. With it no gather is exposed, also not the first one, which PyTorch's
+   bound allows. */
 TEST(fully_shard_overlap, post_optim_event_overlap) {
     enum { STEPS = 5, COMPUTE = 25 * MS, COMM = 10 * MS };
     int64_t bound = STEPS * (3 * COMPUTE + 4 * MS) + COMM, serial = bound + (STEPS - 1) * COMM;
@@ -563,6 +584,10 @@ TEST(fully_shard_overlap, post_optim_event_overlap) {
    so that the next module need not wait for reductions: only the last two are seen, if they are
    short. Units of one size, as upstream's, share two slots, which the next module needs: all are
    seen, one after another. */
+/* PyTorch: test_fully_shard_overlap.py test_fully_shard_per_param_mesh_training_overlap. Differs:
+   if both units of a module have one size, the next module waits for both reductions; in PyTorch
+   one group does not wait. Nothing is resharded (PyTorch: resharded, with prefetch lists, compared
+   with replicate). */
 TEST(fully_shard_overlap, per_param_mesh_training_overlap) {
     enum { WORLD = 8, MODULES = 5, COMPUTE = 50 * MS, SHORT = 10 * MS, LONG = 500 * MS };
     const int64_t all = MODULES * COMPUTE, both = 2 * (int64_t)SHORT, longer = 2 * (int64_t)LONG;
@@ -606,6 +631,7 @@ TEST(fully_shard_overlap, per_param_mesh_training_overlap) {
 }
 
 /* Three roots: the streams of the world, and no more. */
+/* PyTorch: none. Own: all models of a world use the same streams. */
 TEST(fully_shard_overlap, share_comm_context) {
     fsdp_param_desc p = fsdp_mat("w", 64, 64);
     int64_t streams = 0;
@@ -746,6 +772,10 @@ static void training_memory(int raf, int async, int offload) {
 }
 
 /* Not with AddressSanitizer: there each slot has room for more, guard.h. */
+/* PyTorch: test_fully_shard_memory.py test_fully_shard_training_memory. Differs: shard gradients
+   and working memory are kept: 2s after sharding (PyTorch: s + m), 4s and the working memory after
+   zero_grad with Adam (PyTorch: 3s). With streams and no reshard one block more. No optimizer in
+   backward: it would free nothing. */
 TEST(fully_shard_memory, training_memory, SLOW | NO(ASAN)) {
     for (int k = 0; k < 8; k++) training_memory(k & 1 ? NEVER : ALWAYS, k >> 1 & 1, k >> 2);
 }
@@ -770,6 +800,8 @@ static void ten_more_steps(rig *r) {
 }
 
 /* Six layers of dim 2048, attention, MLP and norms of each a unit of its own. */
+/* PyTorch: test_fully_shard_memory.py test_fully_shard_training_memory_no_gc. Done: ten more steps
+   allocate nothing (PyTorch: up to 2 MB). No optimizer (PyTorch: Adam). */
 TEST(fully_shard_memory, training_memory_no_gc, SLOW) {
     enum { DIM = 2048 };
     for (int async = 0; async < 2; async++) {
@@ -791,6 +823,8 @@ TEST(fully_shard_memory, training_memory_no_gc, SLOW) {
 }
 
 /* Building costs no device memory, and deleting gives all of it back. */
+/* PyTorch: test_fully_shard_memory.py test_fully_shard_del_memory. Differs: sharding allocates s
+   for the shards and s for their gradients (PyTorch: s). Deleting returns all of it. */
 TEST(fully_shard_memory, del_memory, SLOW) {
     for (int async = 0; async < 2; async++) {
         static const char name[] = "del";
@@ -836,6 +870,9 @@ static void adam_memory(rig *r, const char *name, int64_t s, int64_t small, int 
 }
 
 /* Experts are sharded over half of the ranks. */
+/* PyTorch: test_fully_shard_memory.py test_per_param_mesh_training_memory_no_gc. Differs: the bound
+   of forward is PyTorch's and s, as gradients are laid out with the shards. At most 4s and the
+   working memory after zero_grad (PyTorch: 3s). */
 TEST(fully_shard_memory, per_param_mesh_training_memory_no_gc, SLOW) {
     enum { WORLD = 8, LAYERS = 3, DIM = 256 };
     for (int async = 0; async < 2; async++) {
@@ -893,6 +930,9 @@ static const struct peak {
     {"mixed L=6 W=4 plain", 6, 4, ALWAYS, 1, 0, 1, 1, 1.125, 2.5, 1, 2.5},
 };
 
+/* PyTorch: none. Own: peaks above shards and their gradients, to 0.01 block. Two are above
+   PyTorch's, with streams: forward prefetch of depth 2 (5 blocks, PyTorch 4), and no reshard (L+2,
+   PyTorch L+1). */
 TEST_P(fully_shard_memory, table_9_2, peaks, SLOW | (row->mixed ? AT_NIGHT(ASAN) : 0)) {
     enum { SIDE = 256 };
     fsdp_param_desc p = fsdp_mat("w", SIDE, SIDE);
@@ -944,6 +984,8 @@ static int write_diary(void *user, fsdp_model *model, fsdp_op *op) {
     return 0;
 }
 
+/* PyTorch: test_fully_shard_logging.py test_fsdp_logging. Differs: an observer sees ops of kind
+   HOOK, which name the call and the unit. */
 TEST(fully_shard_logging, fsdp_logging) {
     static const char expected[] =
         "pre_forward(root)\n"

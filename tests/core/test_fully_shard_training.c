@@ -2,6 +2,12 @@
    thread ranks beside a replicated copy in plain C, and how often the library communicates. What
    stands for torch's modules is in fully_shard.h.
 
+   Most tests train ten iterations with Adam, without weight decay, and compare losses, gradients
+   and parameters, with a relative tolerance of 1.3e-6 and an absolute one of 1e-6; PyTorch compares
+   only losses in most of them. The loss is the mean squared distance to targets from a hash
+   (PyTorch: mostly the sum of the output), and every microbatch has a new input (PyTorch: often the
+   same). Gradients are dropped after one step, and written to zero after the next.
+
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | AT_NIGHT(ASAN | TSAN)
 #include "harness.h"
@@ -30,6 +36,8 @@ static double no_inputs(fs_run *x, int it, int m) {
     return loss;
 }
 
+/* PyTorch: test_fully_shard_training.py test_root_no_forward_inputs. Done: ten iterations (PyTorch:
+   one). The output is the parameter (PyTorch: its product with itself). */
 TEST(fully_shard_training, root_no_forward_inputs) {
     static fs_net net;
     fs_net_begin(&net, 1, 1);
@@ -42,6 +50,9 @@ TEST(fully_shard_training, root_no_forward_inputs) {
 }
 
 /* After forward: shards where reshard_after_forward says so. */
+/* PyTorch: test_fully_shard_training.py test_param_registration_after_forward,
+   test_param_registration_after_backward. Done: "registered" is fsdp_unit_storage. Shards, and what
+   fsdp_data returns, have the values of the copy. */
 TEST(fully_shard_training, param_registration_after_forward) {
     by_kinds(FS_SHARD, 3, registration, NULL);
 }
@@ -49,6 +60,8 @@ TEST(fully_shard_training, param_registration_after_backward) {
     by_kinds(FS_SHARD, 8, NULL, sharded_again);
 }
 
+/* PyTorch: test_fully_shard_training.py test_to_float64_after_init. Done: made in f32, then
+   fsdp_model_cast. SGD (PyTorch: Adam); cast.follows has optimizers. */
 TEST(fully_shard_training, to_float64_after_init) { to_float64(FS_SHARD); }
 
 static void shard_largest_dim(fs_net *net) {
@@ -59,8 +72,12 @@ static void shard_largest_dim(fs_net *net) {
         }
 }
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_single_group_shard_dim0. Done: packed,
+   and direct where a shard allows it. */
 TEST(fully_shard_training, train_parity_single_group_shard_dim0, SLOW) { single_group(FS_SHARD); }
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_single_group_shard_largest_dim. Done:
+   also 3 ranks, with uneven columns, which PyTorch refuses. */
 TEST(fully_shard_training, train_parity_single_group_shard_largest_dim, SLOW) {
     static fs_net net;
     two_linears(&net, 32, 16, 8);
@@ -74,13 +91,22 @@ TEST(fully_shard_training, train_parity_single_group_shard_largest_dim, SLOW) {
 
 /* ---- several units --------------------------------------------------------------------------- */
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_multi_group. Done: delays of up to 1.5 ms
+   (PyTorch: 100 ms). A block has no attention. The long_ tests have PyTorch's sizes, with SGD. */
 TEST(fully_shard_training, train_parity_multi_group, SLOW) { with_delays(FS_SHARD, 0, 0, 0); }
+/* PyTorch: test_fully_shard_training.py test_train_parity_multi_group_cpu_offload_eager. Done:
+   pinned and other memory are one path on the host. */
 TEST(fully_shard_training, train_parity_multi_group_cpu_offload, SLOW) {
     with_delays(FS_SHARD, 0, 1, 0);
 }
+/* PyTorch: test_fully_shard_training.py test_train_parity_multi_group_unshard_async_op. Done: you
+   call fsdp_unshard for the next unit (PyTorch: a flag of the model). */
 TEST(fully_shard_training, train_parity_multi_group_unshard_async_op, SLOW) {
     with_delays(FS_SHARD, 0, 0, 1);
 }
+/* PyTorch: test_fully_shard_training.py test_train_parity_multi_group,
+   test_train_parity_multi_group_cpu_offload_eager, test_train_parity_multi_group_unshard_async_op.
+   Done: PyTorch's sizes, with SGD. */
 TEST(long_fully_shard_training, train_parity_multi_group, SECONDS(300) | NIGHT) {
     with_delays(FS_SHARD, 1, 0, 0);
 }
@@ -91,14 +117,23 @@ TEST(long_fully_shard_training, train_parity_multi_group_unshard_async_op, SECON
     with_delays(FS_SHARD, 1, 0, 1);
 }
 
+/* PyTorch: test_fully_shard_training.py test_non_root_forward_backward. Done: the root has a
+   linear. */
 TEST(fully_shard_training, non_root_forward_backward) { non_root(FS_SHARD); }
 
+/* PyTorch: test_fully_shard_training.py test_multi_forward_module. Done: one fsdp_post_backward
+   after the last visit reduces once, one per visit reduces each time. PyTorch reduces once. */
 TEST(fully_shard_training, multi_forward_module) { inner_twice(FS_SHARD); }
 
+/* PyTorch: test_fully_shard_training.py test_explicit_prefetching. Done: 2 ranks, the long_ test
+   PyTorch's 8. Adam (PyTorch: AdamW). */
 TEST(fully_shard_training, explicit_prefetching) { explicit_prefetching(FS_SHARD, 2); }
 TEST(long_fully_shard_training, explicit_prefetching, NIGHT) { explicit_prefetching(FS_SHARD, 8); }
 
 /* fsdp_params_changed is the event: whatever delays the optimizer, gathers come after it. */
+/* PyTorch: test_fully_shard_training.py test_post_optim_event. Differs: there is no setter:
+   fsdp_params_changed is the event. Parameters that stay gathered over the optimizer are stale, and
+   are gathered again. */
 TEST(fully_shard_training, post_optim_event) {
     static fs_net net;
     fsdp_comm_ops slow = fs_slow_ops();
@@ -119,6 +154,9 @@ TEST(fully_shard_training, post_optim_event) {
 
 /* ---- activation checkpointing ---------------------------------------------------------------- */
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_with_activation_checkpointing. Done:
+   recompute in place of PyTorch's three implementations, in PyTorch's three groupings. The long_
+   test has PyTorch's sizes. */
 TEST(fully_shard_training, activation_checkpointing, AT_NIGHT(GLOO)) { checkpointing(FS_SHARD, 0); }
 TEST(long_fully_shard_training, activation_checkpointing, SECONDS(300) | NIGHT) {
     checkpointing(FS_SHARD, 1);
@@ -231,6 +269,9 @@ static double two_nested_forwards(fs_run *x, int it, int m) {
 }
 
 /* Ten iterations of a small net, one with PyTorch's numbers; not nested as well. */
+/* PyTorch: test_fully_shard_training.py test_double_forward_with_nested_fsdp_and_checkpoint. Done:
+   in parity (PyTorch: gradients are not None). Attention is one linear; the loss is a sum over both
+   forwards, not their squared difference. */
 TEST(fully_shard_training, double_forward_with_nested_fsdp_and_checkpoint) {
     static fs_net nets[3];
     fs_transformer(&nets[0], 3, 8, 8, 1);
@@ -440,6 +481,9 @@ static fs_conf chunked_conf(int raf) {
     c.iters = W_SLOW ? 3 : FS_ITERS;
     return c;
 }
+/* PyTorch: test_fully_shard_training.py test_partial_group_forward_then_standalone. Done: same bits
+   grouped and not. fsdp_set_is_last_backward is 0 for the chunks (PyTorch: not needed). SGD, and a
+   layer norm. */
 TEST(fully_shard_training, partial_group_forward_then_standalone, SLOW | AT_NIGHT(GLOO | NCCL)) {
     for (int k = 0; k < 2 * C_POLICIES; k++) {
         fs_conf c = chunked_conf(0);
@@ -454,6 +498,8 @@ TEST(fully_shard_training, partial_group_forward_then_standalone, SLOW | AT_NIGH
     grouped_and_not(&c, 0, C_PLAIN, 4);
 }
 
+/* PyTorch: test_fully_shard_training.py test_partial_group_forward_grad_accum_chunked. Done:
+   fsdp_set_is_last_backward is 0 for each chunk, not for each microbatch as in PyTorch. SGD. */
 TEST(fully_shard_training, grad_accum_chunked) {
     fs_conf c = chunked_conf(0);
     c.micros = 3, c.before = sync_last, c.iters = 2;
@@ -499,6 +545,7 @@ static void default_but_head(fs_run *x) {
             CALL(x->world, fsdp_set_reshard_after_forward(x->model, x->unit[u], ALWAYS));
 }
 
+/* PyTorch: test_fully_shard_training.py test_partial_group_reshard_toggle. Done. */
 TEST(fully_shard_training, reshard_toggle) {
     static fs_net net;
     static chunked h = {4, C_PLAIN, {{0}}, {{{0}}}};
@@ -539,6 +586,8 @@ static void head_has_none(fs_run *x, int it, int m) {
     keep_grad_bits(x, it, m);
 }
 
+/* PyTorch: test_fully_shard_training.py test_double_partial_forward_then_backward. Done: embedding
+   and body are units (PyTorch: the root has them). */
 TEST(fully_shard_training, double_partial_forward) {
     static fs_net net;
     static chunked h;
@@ -572,6 +621,8 @@ static double casts_of_both(fs_run *x, int it, int m) {
     return loss;
 }
 
+/* PyTorch: test_fully_shard_training.py test_grouped_module_cast_forward_inputs. Done: you call
+   fsdp_cast_forward_input for each module. */
 TEST(fully_shard_training, grouped_module_cast_forward_inputs) {
     static fs_net net;
     norm_and_head(&net, 1);
@@ -607,6 +658,9 @@ static void interrupted(fs_run *x, int it, int m) {
     }
 }
 
+/* PyTorch: test_fully_shard_training.py test_reset_iter_state_after_exception. Done: left in
+   forward, after backward, and after two calls of pre_backward (PyTorch: in forward).
+   fsdp_model_reset, then parity. */
 TEST(fully_shard_training, reset_iter_state_after_exception) {
     static fs_net net;
     fs_transformer(&net, 3, 8, 8, 1);
@@ -636,6 +690,8 @@ static void gathered(fs_run *x, int it) {
 
 static void gathered_at_first(fs_run *x) { gathered(x, -1); }
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_shard_placement_fn_shard_largest_dim.
+   Done: Adam (PyTorch: AdamW). */
 TEST(fully_shard_training, train_parity_shard_placement_fn, SLOW) {
     static fs_net net;
     fs_transformer(&net, 3, 16, 8, 1);
@@ -668,6 +724,8 @@ static void contiguous(fs_run *x, int it, int m) {
 }
 
 /* fs_compare has read the values in that order. */
+/* PyTorch: test_fully_shard_training.py test_shard_placement_fn_contiguous_params_grads. Done: one
+   unit of two linears (PyTorch: one for each). */
 TEST(fully_shard_training, shard_placement_fn_contiguous_params_grads) {
     static fs_net net;
     two_linears(&net, 16, 8, 8);
@@ -679,6 +737,8 @@ TEST(fully_shard_training, shard_placement_fn_contiguous_params_grads) {
     }
 }
 
+/* PyTorch: test_fully_shard_training.py test_train_parity_with_shared_params. Done: a tied
+   parameter is one parameter that is used twice. */
 TEST(fully_shard_training, train_parity_with_shared_params, SLOW) { shared_params(FS_SHARD); }
 
 static void every_row_moved(fs_run *x, int it) {
@@ -695,6 +755,8 @@ static void every_row_moved(fs_run *x, int it) {
 }
 
 /* A vocabulary of 4 W + 1, in chunks of 5 rows: the last ranks have fewer, with 8 ranks one has none. */
+/* PyTorch: test_fully_shard_training.py test_train_shared_params_uneven_shard. Done: parity
+   (PyTorch: cross entropy, compares no loss); every row changes in the first iteration. */
 TEST(fully_shard_training, train_parity_with_shared_params_uneven_shard, SLOW) {
     static fs_net net;
     for (size_t k = 1; k < COUNT(worlds); k++) {
@@ -729,6 +791,8 @@ static void layer_by_layer(fs_run *x) {
     memset(d, 0xff, sizeof d);
 }
 
+/* PyTorch: test_fully_shard_training.py test_layer_by_layer_shard_no_false_positive. Done: one
+   array of descs is overwritten and reused. */
 TEST(fully_shard_training, shared_params_layer_by_layer) {
     static fs_net net;
     fs_net_begin(&net, 8, 16);
@@ -753,6 +817,8 @@ static void accumulate_all(int64_t d, int all) {
         accumulate(FS_SHARD, &net, 2, 2, sync | PARTIAL, all);
     }
 }
+/* PyTorch: test_fully_shard_training.py test_gradient_accumulation. Done: exact counts after every
+   iteration. Half of the settings; the long_ test has all, and PyTorch's width. */
 TEST(fully_shard_training, gradient_accumulation, SLOW | AT_NIGHT(GLOO | NCCL) | SECONDS(300)) {
     accumulate_all(16, 0);
 }
@@ -798,6 +864,8 @@ static void accumulate_kept(fs_run *x, int it, int m) {
     }
 }
 
+/* PyTorch: none. Own: the table "How many collectives" of docs/parity.md in whole trainings, with
+   the column "kept". */
 TEST_P(fully_shard_training, gradient_accumulation_counts, modes, SLOW) {
     static fs_net net;
     accumulation a = *row;
@@ -811,11 +879,16 @@ TEST_P(fully_shard_training, gradient_accumulation_counts, modes, SLOW) {
     }
 }
 
+/* PyTorch: test_fully_shard_training.py test_1f1b_microbatching. Done: PyTorch's order and one
+   more. Adam (PyTorch: AdamW). */
 TEST(fully_shard_training, 1f1b_microbatching) { microbatching(FS_SHARD); }
 
 /* ---- other parallelism beside ---------------------------------------------------------------- */
 
 /* (pp, dp, tp): the pipelines train alike, each on its own (dp, tp) slice. */
+/* PyTorch: test_fully_shard_training.py test_2d_mlp_with_nd_mesh. Done: units of
+   fsdp_tp_fully_shard; the row biases are one unit, which tp replicates (PyTorch: in the unit of
+   their MLP). */
 TEST(fully_shard_training, 2d_mlp_with_nd_mesh, SECONDS(120) | SLOW | AT_NIGHT(GLOO | NCCL)) {
     static parallel p = {.ndim = 3,
                          .shape = {2, 2, 2},
@@ -826,6 +899,8 @@ TEST(fully_shard_training, 2d_mlp_with_nd_mesh, SECONDS(120) | SLOW | AT_NIGHT(G
     train_beside_tp(&p);
 }
 
+/* PyTorch: test_fully_shard_training.py test_3d_mlp_with_nd_mesh. Done: as 2d_mlp_with_nd_mesh,
+   with (dp_replicate, dp_shard, tp). */
 TEST(fully_shard_training, 3d, SECONDS(120) | SLOW | AT_NIGHT(GLOO | NCCL)) {
     static parallel p = {.ndim = 3,
                          .shape = {2, 2, 2},
@@ -997,6 +1072,10 @@ static void moe_divide(fs_run *x) {
     moe_gathered(x, -1);
 }
 
+/* PyTorch: test_fully_shard_training.py test_shard_placement_fn_tp_ep. Partly: an MLP and two
+   experts, in units of their own (PyTorch: one call with a mesh for each parameter). With the
+   divide factor of the ranks that have data, the experts' gradient is the mean over them (PyTorch:
+   the sum over ep, the mean over the rest). No transformer. */
 TEST(fully_shard_training, shard_placement_fn_tp_ep, SECONDS(120) | NO(NCCL)) {
     static fs_net net;
     static moe_case m;
@@ -1049,9 +1128,14 @@ static void hsdp(int all) {
             fs_story_free(s, &c);
         }
 }
+/* PyTorch: test_fully_shard_training.py test_train_parity_hsdp. Done: gradients are dropped,
+   zeroed, or kept over two steps. Half of the combinations; the long_ test has all. */
 TEST(fully_shard_training, train_parity_hsdp, SLOW) { hsdp(0); }
 TEST(long_fully_shard_training, train_parity_hsdp, NIGHT) { hsdp(1); }
 
+/* PyTorch: test_fully_shard_training.py test_register_fsdp_forward_method. Not applicable: there is
+   no forward: hooks are calls that any function may make. The test uses the first half of a unit.
+   */
 TEST(fully_shard_training, register_fsdp_forward_method) { forward_method(FS_SHARD); }
 
 /* Three models of one world, used in turn. */
@@ -1096,6 +1180,9 @@ static void three_roots(lab_rank *r) {
 
 /* The streams of a world serve all of its models; that there are no more: test_fully_shard_others,
    share_comm_context. */
+/* PyTorch: test_fully_shard_training.py test_share_comm_context. Done: all models of a world share
+   its streams; fully_shard_overlap.share_comm_context counts them. Nothing here corresponds to
+   PyTorch's "no event of a reduction is left". */
 TEST(fully_shard_training, share_comm_context) {
     static fs_net net[ROOTS];
     fs_conf c[ROOTS];
@@ -1121,6 +1208,8 @@ static void nothing_was_said(fs_run *x, int it) {
 }
 
 /* Whatever the mesh and the reshard, the bits are the same. */
+/* PyTorch: test_fully_shard_training.py test_train_parity_single_worldsize1. Done: no collective;
+   the same bits on a 1-D mesh and on (1, 1). */
 TEST(fully_shard_training, worldsize1) {
     static fs_net net;
     chunked *h = (chunked *)lab_shared(3 * sizeof *h);

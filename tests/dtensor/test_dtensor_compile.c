@@ -5,7 +5,7 @@
    (`twice`). "Compiled again" is one more route. A backward is fsdp_redistribution_create_backward.
 
    Values are whole numbers, so that sums are exact in any order, and results equal those of one
-   process to the bit. The order of the tests is that of docs/parity.md.
+   process to the bit. PyTorch's tests run rank 0 of 2 on a fake process group.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(GLOO | NCCL)
@@ -98,7 +98,10 @@ static void basic_task(const way *how, int trains) {
     t.body = basic_body, t.arg = &trains, t.ndim = 1, t.mesh[0] = 2;
     run_task(how, &t);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_basic. Done: no op and no route; the gradient is
+   2x. */
 TEST_P(dtensor_compile, dtensor_basic, all_ways) { basic_task(row, 1); }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor. Done: no op and no route. */
 TEST_P(dtensor_compile, dynamo_dtensor, all_ways) { basic_task(row, 0); }
 
 /* Describing issues nothing; specs are plain values. The last lines show that the watcher sees. */
@@ -117,6 +120,8 @@ static void export_body(rig *r) {
     run_redist(r, gather, rig_shared(r, 32), rig_shared(r, 16));
     CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), "AG 16/2");
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_basic_export. Partly: creating a redistribution
+   issues no op; specs copied as bytes are equal. No export, so that there is no graph to read. */
 TEST_P(dtensor_compile, dtensor_basic_export, all_ways) { run_on(row, 2, export_body); }
 
 /* PyTorch's function of a placement. dim < 0: any. */
@@ -129,6 +134,8 @@ static int score(const fsdp_placement *p) {
     a += 2 * is_shard(p, -1) + 2 * is_shard(p, 0) + 2 * is_shard(p, 0) + 2 * is_shard(p, -1);
     return a + (p->kind == FSDP_PARTIAL ? 3 : 0);
 }
+/* PyTorch: test_dtensor_compile.py test_placement_compile. Done: a strided placement is an order
+   here: it goes to PyTorch's form and back. */
 TEST(dtensor_compile, placement_compile) {
     const int32_t one[1] = {4};
     const int64_t shape[2] = {48, 4};
@@ -200,6 +207,8 @@ static void mesh_body(rig *r) {
     CHECK(info_of(r, a).runs == 2);
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_device_mesh_compile. Partly: sizes, rank and ranks. No
+   process groups: they are not shown. */
 TEST_P(dtensor_compile, device_mesh_compile, ways) { run_on2(row, 2, 1, mesh_body, NULL); }
 
 static void local_rank_body(rig *r) {
@@ -219,6 +228,8 @@ static void local_rank_body(rig *r) {
             "the mesh has no dim 'ep', which tp_dim names");
     CHECK(none == NULL);
 }
+/* PyTorch: test_dtensor_compile.py test_get_local_rank_compile. Done: a dim is always named: none,
+   -1, gives -1. */
 TEST_P(dtensor_compile, get_local_rank_compile, ways) { run_on2(row, 2, 2, local_rank_body, NULL); }
 
 /* From a spec to itself: no step, no record, and the memory may be the same. */
@@ -238,6 +249,8 @@ static void identity_body(rig *r) {
     CHECK_EQ_INT((int64_t)info_of(r, r->any).runs, 2);
     CHECK_EQ_INT(routes_of(r), 0);
 }
+/* PyTorch: test_dtensor_compile.py test_fakify_dtensor. Done: from a spec to itself: no op, in the
+   caller's memory. */
 TEST_P(dtensor_compile, fakify_dtensor, all_ways) {
     run_on(row, 2, identity_body);
     if (row->played) run_on(row, 4096, identity_body);
@@ -274,6 +287,8 @@ static void mutations_body(rig *r) {
         }
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_input_mutations. Partly: the caller writes the
+   input after the call, and the result stays. No gradient of the function. */
 TEST_P(dtensor_compile, dtensor_input_mutations, ways) { run_on(row, 2, mutations_body); }
 
 /* The placement of what does not exist yet decides what is done. */
@@ -289,6 +304,8 @@ static void attribute_body(rig *r) {
     for (int i = 0; i < 4; i++) W_CHECK(all[i] == 4, "%g", (double)all[i]);
     CHECK_EQ_STR(records_from(r, 0, COLLECTIVES), "AG 2/2");
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_attribute_access_on_intermediate. Done: cut over
+   the ranks, then a gather (PyTorch: no gather). */
 TEST_P(dtensor_compile, dtensor_attribute_access_on_intermediate, ways) {
     run_on(row, 2, attribute_body);
 }
@@ -313,6 +330,10 @@ static void constructor_body(rig *r) {
     CHECK(none == NULL);
     CHECK_EQ_INT(r->b.log.num, 0);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_constructor_w_graph_break,
+   test_dtensor_constructor_w_dynamo_disable. Differs: PyTorch's constructor takes two placements on
+   a mesh of one dim; here the redistribution is refused. Nothing is compiled, so that no region is
+   excluded. */
 TEST_P(dtensor_compile, dtensor_constructor_w_graph_break, ways) {
     run_on(row, 2, constructor_body);
 }
@@ -336,6 +357,8 @@ static void device_body(rig *r) {
     run_redist(r, redist(r, "z", addends, spec2(r, "R", 6, 5)), x, y);
     if (!r->rank) snprintf(out, 600, "%s", records_from(r, 0, ALL_RECORDS));
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamo_device_mesh_attrs. Differs: there is no
+   device type to branch on: the same ops on the host and on the simulated device. */
 TEST(dtensor_compile, dtensor_dynamo_device_mesh_attrs) {
     const way host = {"inline", 0, 0, RIG_RANKS}, device = {"streams", 0, 0, RIG_SIM_STREAMS};
     static devices d;
@@ -404,6 +427,8 @@ static void dynamic_body(rig *r) {
         CHECK_EQ_INT(routes_of(r), 1);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamic. Done: one route for all sizes; no
+   collective for 0 rows. */
 TEST_P(dtensor_compile, dtensor_dynamic, all_ways) { run_on(row, 2, dynamic_body); }
 
 /* A split along the cut dim asks for the whole: one gather, and both pieces are rows of it. */
@@ -432,6 +457,8 @@ static void slice_body(rig *r) {
     CHECK_EQ_INT(routes_of(r), 1);
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamic_slice. Done: a slice along the cut dim
+   needs the whole. */
 TEST_P(dtensor_compile, dtensor_dynamic_slice, ways) { run_on(row, 2, slice_body); }
 
 /* log_softmax of logits whose classes are cut; then the classes are gathered. */
@@ -481,6 +508,8 @@ static void softmax_body(rig *r) {
     twice(r, softmax_step, &s);
     CHECK_EQ_INT(routes_of(r), 3);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamic_loss_parallel_log_softmax. Done: by
+   fsdp_loss_parallel_max and _sums; values within 2e-6. */
 TEST_P(dtensor_compile, dtensor_dynamic_loss_parallel_log_softmax, all_ways) {
     run_on(row, 2, softmax_body);
 }
@@ -515,6 +544,7 @@ static void cat_body(rig *r) {
         free(one), free(two);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamic_cat. Done: one route for each input. */
 TEST_P(dtensor_compile, dtensor_dynamic_cat, ways) { run_on(row, 2, cat_body); }
 
 /* Sizes that share a route; and a branch of the caller, whose other side has a route of its own. */
@@ -542,9 +572,13 @@ static void recompiles_body(rig *r) {
         CHECK_EQ_INT(routes_of(r), i < 2 ? 1 : 2);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dynamic_recompiles. Done: the second route comes
+   with the caller's other branch. */
 TEST_P(dtensor_compile, dtensor_dynamic_recompiles, all_ways) { run_on(row, 2, recompiles_body); }
 
 /* Of what each operation needs and gives nothing depends on sizes, not even on empty ones. */
+/* PyTorch: test_dtensor_compile.py test_dtensor_unbacked_matmuls. Partly: PyTorch's three
+   placements for all sizes 0 to 9. No products: no rank runs. */
 TEST(dtensor_compile, dtensor_unbacked_matmuls) {
     static const struct {
         const char *x, *y, *out;
@@ -589,6 +623,8 @@ static void zero_shards_body(rig *r) {
         CHECK(info_of(r, sum).to.shape[0] == m && info_of(r, sum).to.shape[1] == 1);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_matmul_zero_size_shards. Done: a rank without a
+   part of k adds zeros. */
 TEST_P(dtensor_compile, dtensor_matmul_zero_size_shards, ways) {
     run_on2(row, 2, 2, zero_shards_body, NULL);
 }
@@ -623,6 +659,9 @@ static void requires_grad_body(rig *r) {
     }
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_requires_grad_recompile. Done: the backward adds
+   one route. A gather whose backward runs (PyTorch: `x * x`, without a collective or a backward).
+   */
 TEST_P(dtensor_compile, dtensor_requires_grad_recompile, ways) {
     run_on(row, 2, requires_grad_body);
 }
@@ -674,6 +713,8 @@ static void noncontiguous_body(rig *r) {
     for (int i = 0; i < O; i++) W_CHECK(gz[i] == ROWS, "%g", (double)gz[i]);
     free(wx), free(wy), free(wz);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_noncontiguous_output. Partly: output placements,
+   values and gradients. No strides: the caller transposes. */
 TEST_P(dtensor_compile, dtensor_noncontiguous_output, ways) { run_on(row, 2, noncontiguous_body); }
 
 /* (10,257,160), held as addends, is cut along dim 1 over ranks 1 and 3, or 0 and 2, of 4 ranks:
@@ -727,9 +768,14 @@ static void unbalanced(const way *how, const int *back) {
     t.body = unbalanced_body, t.arg = back, t.ndim = 1, t.mesh[0] = how->played ? 2 : 4;
     run_task(how, &t);
 }
+/* PyTorch: test_dtensor_compile.py
+   test_dtensor_partial_placement_redistribute_unbalanced_correct_strides. Done: a tight result
+   (PyTorch: strides as planned). */
 TEST_P(dtensor_compile, dtensor_partial_placement_redistribute_unbalanced_correct_strides, all_ways) {
     unbalanced(row, &forward_only);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_contiguous_dtensor_noncontiguous_local_as_tangent.
+   Partly: the same with its backward. No local part that is not contiguous. */
 TEST_P(dtensor_compile, dtensor_contiguous_dtensor_noncontiguous_local_as_tangent, ways) {
     unbalanced(row, &and_back);
 }
@@ -782,6 +828,12 @@ static void grad_placements(const way *how, int kind) {
     t.body = grad_placements_body, t.arg = &kind, t.ndim = 1, t.mesh[0] = 2;
     run_task(how, &t);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_to_local_grad_placements_sequence,
+   test_dynamo_to_local_grad_placements_sequence_intermediate,
+   test_dynamo_from_local_grad_placements_sequence_intermediate,
+   test_dynamo_from_local_grad_placements_sequence_intermediate_as_args,
+   test_dynamo_to_local_kwargs. Differs: C has one kind of sequence: placements from a constant, a
+   spec, the heap, the stack, all overwritten after the call. */
 TEST_P(dtensor_compile, dynamo_to_local_grad_placements_sequence, ways) {
     grad_placements(row, LITERAL);
 }
@@ -818,6 +870,8 @@ static void custom_partial_body(rig *r) {
     W_CHECK(z[0] == 2.5f * (float)(r->b.coord[0] + 1), "%g", (double)z[0]);
     check_text(r, 0, "AR 4/4, AR 4/4, RS 1/4");
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_to_local_custom_partial_placement. Differs: no
+   placements of your own: FSDP_AVG, and the factor `scale`. */
 TEST_P(dtensor_compile, dynamo_to_local_custom_partial_placement, ways) {
     run_on(row, 4, custom_partial_body);
 }
@@ -854,6 +908,8 @@ static void hook_body(rig *r) {
     check_same(h.want, want, 16, "output");
     free(h.whole), free(h.w);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_to_local_kwargs_forward_hook. Partly: local work
+   between two redistributions without a step. No hook. */
 TEST_P(dtensor_compile, dynamo_to_local_kwargs_forward_hook, ways) { run_on(row, 2, hook_body); }
 
 /* A norm over a dim that was cut. The gradient may arrive as addends, cut, or whole. */
@@ -894,6 +950,8 @@ static void different_grad_body(rig *r) {
     }
     free(whole), free(dout);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_different_gradient_placement. Partly: a layer norm
+   over a gathered dim; the gradient comes back as the same part. No backward of the norm. */
 TEST_P(dtensor_compile, dtensor_different_gradient_placement, ways) {
     run_on(row, 2, different_grad_body);
 }
@@ -911,6 +969,7 @@ static void ones_body(rig *r) {
     check_text(r, 0, "AG 1/2, AG 1/2"); /* of both runs */
     CHECK_EQ_INT(routes_of(r), 1);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local_redistribute. Done. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute, all_ways) {
     run_on(row, 2, ones_body);
 }
@@ -957,6 +1016,8 @@ static void async_body(rig *r) {
                 pairs[i][1]);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local_redistribute_async. Done: the
+   bits and collectives of the blocking call, with which values are compared. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute_async, streams) {
     run_beside(row, 2, async_body);
 }
@@ -987,6 +1048,8 @@ static void in_flight_body(rig *r) {
             W_CHECK(z[i] == (float)sin(sin((double)value[i / 2])), "%g", (double)z[i]);
     }
 }
+/* PyTorch: test_dtensor_compile.py test_graph_input_is_async. Done: nothing waits after the start;
+   a second wait issues no op. */
 TEST_P(dtensor_compile, graph_input_is_async, streams) { run_beside(row, 2, in_flight_body); }
 
 /* Two gradients under way, waited for in the other order. Then the model ends with one under
@@ -1015,6 +1078,8 @@ static void tangents_body(rig *r) {
     }
     CALL(r->b.w, fsdp_redistribute_begin(first, dx, x));
 }
+/* PyTorch: test_dtensor_compile.py test_unwrap_async_collective_tensor_tangent. Partly: two
+   gradients under way, waited for in the other order. No tensor of two tensors. */
 TEST_P(dtensor_compile, unwrap_async_collective_tensor_tangent, streams) {
     run_beside(row, 2, tangents_body);
 }
@@ -1042,6 +1107,8 @@ static void partial_output_body(rig *r) {
     for (int i = 0; i < 4; i++) W_CHECK(2 * dx[i] == (i % 2 ? 14 : 6), "%g", (double)dx[i]);
     free(mine), free(one), free(two);
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_partial_placement_graph_output. Done: one
+   all-reduce, at the end. */
 TEST_P(dtensor_compile, dtensor_partial_placement_graph_output, ways) {
     run_on(row, 2, partial_output_body);
 }
@@ -1069,6 +1136,7 @@ static void from_local_body(rig *r) {
     for (int i = 0; i < 4; i++) W_CHECK(dx[i] == (float)(1 + 2 * i), "%g", (double)dx[i]);
     CHECK_EQ_INT(routes_of(r), 1);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local. Done. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local, ways) { run_on(row, 2, from_local_body); }
 
 /* Each dim in turn, two at once, all: one route. A size above the desc's changes nothing. */
@@ -1110,6 +1178,8 @@ static void dynamic_shapes_body(rig *r) {
     twice(r, sized_step, &z); /* nothing changed */
     free(z.whole);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local_dynamic_shapes. Done: nine
+   shapes; a size above the desc's is refused. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local_dynamic_shapes, ways) {
     run_on(row, 2, dynamic_shapes_body);
 }
@@ -1132,6 +1202,8 @@ static void recompile_body(rig *r) {
     CHECK_EQ_INT(routes_of(r), 2);
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_recompile. Done: an equal desc returns the
+   same object. */
 TEST_P(dtensor_compile, dynamo_dtensor_recompile, ways) { run_on(row, 2, recompile_body); }
 
 /* Equal specs are equal, wherever they lie and from whichever mesh they are. */
@@ -1165,6 +1237,8 @@ static void same_mesh_body(rig *r) {
     CHECK(redist(r, "y", spec2(r, "S1", 4, 4), spec2(r, "R", 4, 4)) != first[0]);
     CHECK_EQ_INT(routes_of(r), 2); /* another name, the same route */
 }
+/* PyTorch: test_dtensor_compile.py test_dtensor_dont_recompile_on_same_placement_devicemesh. Done:
+   also with other names of meshes and specs. */
 TEST_P(dtensor_compile, dtensor_dont_recompile_on_same_placement_devicemesh, ways) {
     run_on(row, 2, same_mesh_body);
 }
@@ -1272,7 +1346,11 @@ static void attend(const way *how, int split) {
     t.body = attention_body, t.arg = &split, t.ndim = 1, t.mesh[0] = 2;
     run_task(how, &t);
 }
+/* PyTorch: test_dtensor_compile.py test_tp_compile_comm_reordering. Done: PyTorch's compiler finds
+   the order; here it is the program's. No biases (PyTorch: with). */
 TEST_P(dtensor_compile, tp_compile_comm_reordering, ways) { attend(row, 0); }
+/* PyTorch: test_dtensor_compile.py test_tp_compile_comm_reordering_graph_partition. Partly: the
+   forward in two functions. No graph that is cut in parts. */
 TEST_P(dtensor_compile, tp_compile_comm_reordering_graph_partition, ways) { attend(row, 1); }
 
 /* One redistribution that a step runs twice; with its backward. */
@@ -1318,6 +1396,9 @@ static void nest(const way *how, int trains) {
     t.body = nested_body, t.arg = &trains, t.ndim = 1, t.mesh[0] = 2;
     run_task(how, &t);
 }
+/* PyTorch: test_dtensor_compile.py test_make_fx_with_invoke_subgraph_dtensor,
+   test_aot_autograd_over_dynamo_dtensor_requires_grad. Partly: one redistribution that a step runs
+   twice, the second test with its backward. No captured regions. */
 TEST_P(dtensor_compile, make_fx_with_invoke_subgraph_dtensor, ways) { nest(row, 0); }
 TEST_P(dtensor_compile, aot_autograd_over_dynamo_dtensor_requires_grad, ways) { nest(row, 1); }
 
@@ -1726,8 +1807,14 @@ static const setup checkpoints[] = {{"inline", INLINE, 2, 2, 0, 0, 1, 0, 0},
                                     {"processes", PROCESSES, 2, 2, 0, 0, 1, 0, 0},
                                     {"cut units", INLINE, 2, 2, 0, 1, 1, 0, 0},
                                     {"cut units,lanes", LANES, 2, 2, 0, 1, 1, 0, 0}};
+/* PyTorch: test_dtensor_compile.py test_tp_compile_fullgraph. Done: plain and with sequence
+   parallel; all gradients (PyTorch: the output). */
 TEST_P(dtensor_compile, tp_compile_fullgraph, fullgraphs) { simple_run(row); }
+/* PyTorch: test_dtensor_compile.py test_2d_fsdp_tp_compile. Done: per-parameter FSDP (PyTorch:
+   FSDP1), eager and with a plan: counts and bits. */
 TEST_P(dtensor_compile, 2d_fsdp_tp_compile, both) { simple_run(row); }
+/* PyTorch: test_dtensor_compile.py test_2d_fsdp_tp_ac_compile. Done: one all-reduce over tp more;
+   gradients and output have the bits of the step without recompute. */
 TEST_P(dtensor_compile, 2d_fsdp_tp_ac_compile, checkpoints) { simple_run(row); }
 
 /* x (8,4) cut along dim 0 times y (4,8) cut along dim 1, which all ranks give alike: one operand is
@@ -1792,6 +1879,7 @@ static void product_body(rig *r) {
     for (int i = 0; i < 8; i++) q.x[i] = q.y[i] = (float)i;
     twice(r, product_step, &q);
 }
+/* PyTorch: test_dtensor_compile.py test_compile_dtensor_redistribute_backward. Done. */
 TEST_P(dtensor_compile, compile_dtensor_redistribute_backward, ways) {
     run_on(row, 4, product_body);
 }
@@ -1860,6 +1948,8 @@ static const struct {
                   {"W=4,lanes", LANES, 4},
                   {"W=4,processes", PROCESSES, 4},
                   {"W=16", INLINE, 16}};
+/* PyTorch: test_dtensor_compile.py test_compile_embedding_redistribute. Done: also the gradient
+   (PyTorch: the output), and 16 ranks of which six have no row. */
 TEST_P(dtensor_compile, compile_embedding_redistribute, embeddings, MANY_RANKS | (row->ranks > 4 ? NO(NCCL) : 0)) {
     run_on(&row->how, row->ranks, embedding_body);
 }
@@ -1888,4 +1978,5 @@ static void split_body(rig *r) {
     CHECK_EQ_INT(collectives_in(r, 0, r->b.log.num), 0);
     free(whole);
 }
+/* PyTorch: test_dtensor_compile.py test_split_with_symint_split_size. Done. */
 TEST_P(dtensor_compile, split_with_symint_split_size, ways) { run_on(row, 4, split_body); }

@@ -663,6 +663,8 @@ static void refused_meshes(lab_rank *r) {
     CALL(w, create(m, mesh, "tp", "dp", NULL));
     CHECK_OK(fsdp_shutdown(other));
 }
+/* PyTorch: test_fully_shard_dtensor.py test_validation_invalid_dim_names. Done: a name for
+   `shard_dim` or `replicate_dim` that the mesh lacks is refused, with the name in the text. */
 TEST(dtensor_tp, refused_meshes) { lab_run(2, NULL, refused_meshes, NULL); }
 
 static void refused_units(lab_rank *r) {
@@ -729,6 +731,10 @@ static void refused_units(lab_rank *r) {
     REFUSED(w, fsdp_tp_fully_shard(b.dm, &d, NULL), all);
     CALL(w, fsdp_tp_fully_shard(b.dm, &d, &unit)); /* nothing of all this has done harm */
 }
+/* PyTorch: test_fully_shard_dtensor.py test_validation_spmd_mesh_non_dtensor_params. Done:
+   parameters without placements are refused. */
+/* PyTorch: test_fully_shard_dtensor.py test_validation_mesh_mismatch. Differs: a parameter has no
+   mesh of its own. A mesh or a mesh info in a unit's desc is refused, as the dmesh has it. */
 TEST(dtensor_tp, refused_units) { lab_run(2, NULL, refused_units, NULL); }
 
 /* ---- dims of the mesh ------------------------------------------------------------------------ */

@@ -57,6 +57,9 @@ static parallel cases[] = {
      .no_tp = 1,
      .merge = two_that_replicate},
 };
+/* PyTorch: test_fully_shard_dtensor.py test_dtensor_train_parity. Done: two dims that shard, or
+   that replicate, as one: you make that mesh by fsdp_mesh_flatten. With tp the first bias is cut
+   (PyTorch: replicated). Larger meshes and uneven sizes: dtensor_tp.parity, dtensor_tp.features. */
 TEST(fully_shard_dtensor, dtensor_train_parity, SECONDS(120)) {
     for (size_t i = 0; i < COUNT(cases); i++) {
         cases[i].mlps = 1;
@@ -65,6 +68,8 @@ TEST(fully_shard_dtensor, dtensor_train_parity, SECONDS(120)) {
 }
 
 /* PyTorch refuses an int here. */
+/* PyTorch: test_fully_shard_dtensor.py test_validation_reshard_after_forward_int_spmd. Differs:
+   reshard_after_forward 2 works, in parity. PyTorch refuses it. */
 TEST(fully_shard_dtensor, validation_reshard_after_forward_int_spmd) {
     static parallel alone = {
         .ndim = 1, .shape = {4}, .replicate = -1, .names = {"dp"}, .no_tp = 1, .mlps = 1, .raf = 2};
@@ -124,6 +129,7 @@ static void lie_1d(lab_rank *r) {
         CALL(r->w, fsdp_dtensor_check(b.dm, &s, lab_view(r->w, unit, k).shard, "a parameter"));
     }
 }
+/* PyTorch: test_fully_shard_dtensor.py test_sharded_param_correctness_1d. Done. */
 TEST(fully_shard_dtensor, sharded_param_correctness_1d) { lab_run(4, NULL, lie_1d, NULL); }
 
 /* FSDP and tp: w1 (S1, S0), b1 (S0, S0), w2 (S0, S1), b2 (S0, R). */
@@ -141,6 +147,8 @@ static void lie_2d(lab_rank *r) {
     for (int k = 0; k < KINDS; k++)
         check_lies(&b, unit[k != B2], k == B2 ? 0 : k, k, start[k], local[k]);
 }
+/* PyTorch: test_fully_shard_dtensor.py test_fsdp_tp_dtensor_sharded_params. Done: the first bias is
+   (S0, S0) (PyTorch: (S0, R)). */
 TEST(fully_shard_dtensor, fsdp_tp_dtensor_sharded_params) { lab_run(4, NULL, lie_2d, NULL); }
 
 /* ---- a parameter that is not used ------------------------------------------------------------ */
@@ -181,4 +189,5 @@ static void unused(lab_rank *r) {
         CALL(r->w, fsdp_zero_grad(b.model));
     }
 }
+/* PyTorch: test_fully_shard_dtensor.py test_reduce_scatter_unused_dtensor_param. Done. */
 TEST(fully_shard_dtensor, reduce_scatter_unused_dtensor_param) { lab_run(4, NULL, unused, NULL); }

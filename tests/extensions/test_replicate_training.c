@@ -3,6 +3,10 @@
    do not shard, and of the buckets of fsdp_replicate.h, beside a replicated copy in plain C. What
    they train is in trainings.h; test_replicate.c has what upstream has no test of.
 
+   "Units" have a mesh info of the kind FSDP_MESH_INFO_DDP; "buckets" are those of fsdp_replicate.h,
+   with small caps, so that there are several. What is compared, and with which tolerance:
+   test_fully_shard_training.c.
+
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
 #include "harness.h"
@@ -14,37 +18,62 @@
 /* ---- test_replicate_training ----------------------------------------------------------------- */
 
 /* Nothing is resharded after forward; by hand, and behind the backward, it is. */
+/* PyTorch: test_replicate_training.py test_param_registration_after_forward. Done: units. You pass
+   FSDP_RESHARD_NEVER, which PyTorch's replicate always means; then the caller reshards. */
 TEST(replicate_training, param_registration_after_forward) {
     by_kinds(FS_REPLICATE, 3, registration, NULL);
 }
+/* PyTorch: test_replicate_training.py test_param_registration_after_backward. Done: units, four
+   backwards (PyTorch: one). */
 TEST(replicate_training, param_registration_after_backward) {
     by_kinds(FS_REPLICATE, 8, NULL, sharded_again);
 }
+/* PyTorch: test_replicate_training.py test_to_float64_after_init. Done: units and buckets, with SGD
+   (PyTorch: Adam). */
 TEST(replicate_training, to_float64_after_init) {
     to_float64(FS_REPLICATE);
     to_float64(FS_BUCKETS);
 }
+/* PyTorch: test_replicate_training.py test_train_parity_single_group. Done: units and buckets. */
 TEST(replicate_training, train_parity_single_group) {
     single_group(FS_REPLICATE);
     single_group(FS_BUCKETS);
 }
+/* PyTorch: test_replicate_training.py test_train_parity_multi_groups. Done: units and buckets.
+   Delays of all-reduces (PyTorch: of reduce-scatters, which replicate never issues). No attention.
+   The long_ test has PyTorch's sizes, with SGD. */
 TEST(replicate_training, train_parity_multi_groups) {
     with_delays(FS_REPLICATE, 0, 0, 0);
     with_delays(FS_BUCKETS, 0, 0, 0);
 }
+/* PyTorch: test_replicate_training.py test_train_parity_multi_group_cpu_offload_eager. Done: units
+   and buckets. Pinned and other memory are one path on the host. PyTorch's sizes do not run here
+   with offload. */
 TEST(replicate_training, train_parity_multi_group_cpu_offload_eager) {
     with_delays(FS_REPLICATE, 0, 1, 0);
     with_delays(FS_BUCKETS, 0, 1, 0);
 }
+/* PyTorch: test_replicate_training.py test_train_parity_multi_groups. Done: units and buckets.
+   Delays of all-reduces (PyTorch: of reduce-scatters, which replicate never issues). No attention.
+   The long_ test has PyTorch's sizes, with SGD. */
 TEST(long_replicate_training, train_parity_multi_groups, SECONDS(300) | NIGHT) {
     with_delays(FS_REPLICATE, 1, 0, 0);
     with_delays(FS_BUCKETS, 1, 0, 0);
 }
+/* PyTorch: test_replicate_training.py test_non_root_forward_backward. Done: units; the root has a
+   linear. */
 TEST(replicate_training, non_root_forward_backward) { non_root(FS_REPLICATE); }
+/* PyTorch: test_replicate_training.py test_multi_forward_module. Done: units; one
+   fsdp_post_backward after the last visit, and one per visit. */
 TEST(replicate_training, multi_forward_module) { inner_twice(FS_REPLICATE); }
+/* PyTorch: test_replicate_training.py test_explicit_prefetching. Done: units. There is nothing to
+   gather, so that the lists change nothing: parity only. */
 TEST(replicate_training, explicit_prefetching) { explicit_prefetching(FS_REPLICATE, 2); }
 
 /* Casts of parameters that stay over the optimizer are stale; parameters themselves cannot be. */
+/* PyTorch: test_replicate_training.py test_post_optim_event. Differs: there is no setter:
+   fsdp_params_changed is the event. Casts of units that stay over the optimizer have the new values
+   in the next forward. */
 TEST(replicate_training, post_optim_event) {
     static fs_net net;
     fsdp_comm_ops slow = fs_slow_ops();
@@ -60,6 +89,8 @@ TEST(replicate_training, post_optim_event) {
     }
 }
 
+/* PyTorch: test_replicate_training.py test_train_parity_with_activation_checkpointing. Done: units
+   and buckets; no gather. The long_ test has PyTorch's sizes, for units. */
 TEST(replicate_training, train_parity_with_activation_checkpointing) {
     checkpointing(FS_REPLICATE, 0);
     checkpointing(FS_BUCKETS, 0);
@@ -67,6 +98,8 @@ TEST(replicate_training, train_parity_with_activation_checkpointing) {
 TEST(long_replicate_training, train_parity_with_activation_checkpointing, SECONDS(300) | NIGHT) {
     checkpointing(FS_REPLICATE, 1);
 }
+/* PyTorch: test_replicate_training.py test_train_parity_with_shared_params. Done: units and
+   buckets. */
 TEST(replicate_training, train_parity_with_shared_params) {
     shared_params(FS_REPLICATE);
     shared_params(FS_BUCKETS);
@@ -102,11 +135,21 @@ static void accumulate_all(int64_t d, int all) {
         fs_train(&c);
     }
 }
+/* PyTorch: test_replicate_training.py test_gradient_accumulation. Done: units in PyTorch's three
+   modes: 4, 10 and 8 all-reduces; buckets in one. PyTorch's test states these counts, and returns
+   before it compares them. The long_ test has PyTorch's width. */
 TEST(replicate_training, gradient_accumulation) { accumulate_all(16, 0); }
 TEST(long_replicate_training, gradient_accumulation, SECONDS(300) | NIGHT) { accumulate_all(32, 1); }
+/* PyTorch: test_replicate_training.py test_1f1b_microbatching. Done: units, PyTorch's order and one
+   more. Adam (PyTorch: AdamW). */
 TEST(replicate_training, 1f1b_microbatching) { microbatching(FS_REPLICATE); }
+/* PyTorch: test_replicate_training.py test_register_fsdp_forward_method. Not applicable: there is
+   no forward: hooks are calls that any function may make. The test uses the first half of a unit.
+   */
 TEST(replicate_training, register_fsdp_forward_method) { forward_method(FS_REPLICATE); }
 
+/* PyTorch: test_replicate_training.py test_replicate_tp. Done: units of fsdp_tp_fully_shard on
+   (dp_replicate, tp). The rest is as in fully_shard_training.2d_mlp_with_nd_mesh. */
 TEST(replicate_training, replicate_tp) {
     static parallel p = {
         .ndim = 2, .shape = {2, 2}, .shard = -1, .replicate = 0, .names = {"dp_replicate", "tp"}};
@@ -165,6 +208,8 @@ static void train_mixed(const fs_net *net, int mask) {
 }
 
 /* Layers replicate and shard by turns; the root does the one or the other. */
+/* PyTorch: test_replicate_with_fsdp.py test_replicate_transformer. Done: mesh infos and local
+   shapes in place of registry and placements. It also trains (PyTorch: does not). */
 TEST(replicate_with_fsdp, replicate_transformer) {
     static fs_net net;
     fs_transformer(&net, 4, 8, 8, 1);
@@ -173,6 +218,8 @@ TEST(replicate_with_fsdp, replicate_transformer) {
 }
 
 /* The first layer replicates, the second one shards: the third one belongs to the root. */
+/* PyTorch: test_replicate_with_fsdp.py test_replicate_transformer_managed_modules. Not applicable:
+   the library walks no modules. The test trains a layer that replicates and one that shards. */
 TEST(replicate_with_fsdp, replicate_transformer_managed_modules) {
     static fs_net net;
     fs_net_begin(&net, 4, 1);
@@ -209,6 +256,8 @@ static void three_linears(fs_net *net) {
     fs_net_begin(net, 2, 2);
     for (int i = 0; i < 3; i++) fs_linear(net, fs_unit_add(net, "fc"), 2, 2);
 }
+/* PyTorch: test_replicate_with_fsdp.py test_replicate_tp_device_mesh. Done: the slice `replicate`
+   of (2, 1, 2). It also trains (PyTorch: does not). */
 TEST(replicate_with_fsdp, replicate_tp_device_mesh) {
     static fs_net net;
     three_linears(&net);
@@ -218,6 +267,8 @@ TEST(replicate_with_fsdp, replicate_tp_device_mesh) {
 }
 
 /* Gradients are compared, too: Adam hides that upstream's are sums. */
+/* PyTorch: test_replicate_with_fsdp.py test_train_replicate_fsdp. Done: gradients are means.
+   PyTorch's test compares with sums, which Adam hides. */
 TEST(replicate_with_fsdp, train_replicate_fsdp) {
     static fs_net net;
     three_linears(&net);
@@ -227,6 +278,8 @@ TEST(replicate_with_fsdp, train_replicate_fsdp) {
     }
 }
 
+/* PyTorch: test_replicate_with_fsdp.py test_train_parity_2d_mlp. Done: HSDP with tensor
+   parallelism, compared with the copy (PyTorch: with replicate without tensor parallelism). */
 TEST(replicate_with_fsdp, train_parity_2d_mlp) {
     static parallel p = {.ndim = 3,
                          .shape = {2, 1, 2},
@@ -244,33 +297,49 @@ static void replicated_dtypes(const dtypes *d, int micros) {
         by_dtypes(FS_BUCKETS, d, ranks, 1, micros);
     }
 }
+/* PyTorch: test_replicate_mixed_precision.py test_compute_dtype. Done: units and buckets. PyTorch
+   reads the dtype of reduce-scatters, which replicate never issues; here that of the all-reduce. */
 TEST(replicate_mixed_precision, compute_dtype) {
     static const dtypes both[] = {{"bf16", F32, 0, BF16, 0, BF16, BF16, F32, F32, F32},
                                   {"f16", F32, 0, F16, 0, F16, F16, F32, F32, F32}};
     for (size_t i = 0; i < COUNT(both); i++) replicated_dtypes(&both[i], 1);
 }
+/* PyTorch: test_replicate_mixed_precision.py test_reduce_dtype. Done: also (f16, f16). */
 TEST(replicate_mixed_precision, reduce_dtype) {
     static const dtypes all[] = {{"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32},
                                  {"f32, bf16", F32, 0, F32, BF16, F32, F32, BF16, BF16, F32},
                                  {"f16, f16", F32, 0, F16, F16, F16, F16, F16, F16, F32}};
     for (size_t i = 0; i < COUNT(all); i++) replicated_dtypes(&all[i], 1);
 }
+/* PyTorch: test_replicate_mixed_precision.py test_grad_acc_with_reduce_dtype. Done: gradients are
+   kept in f32 until the last of 4 microbatches. */
 TEST(replicate_mixed_precision, grad_acc_with_reduce_dtype) {
     static const dtypes d = {"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32};
     replicated_dtypes(&d, 4);
 }
+/* PyTorch: test_replicate_mixed_precision.py test_float16_on_one_submodule. Done: units, 3
+   iterations (PyTorch: one forward and backward). */
 TEST(replicate_mixed_precision, float16_on_one_submodule) { one_in_f16(FS_REPLICATE); }
+/* PyTorch: test_replicate_mixed_precision.py test_submodules_with_external_inputs. Done: units, 3
+   iterations (PyTorch: one forward and backward). */
 TEST(replicate_mixed_precision, submodules_with_external_inputs) {
     with_external_inputs(FS_REPLICATE);
 }
+/* PyTorch: test_replicate_mixed_precision.py test_norm_modules_bf16, test_norm_modules_fp16.
+   Partly: units, a layer norm under the policy and under its own. No batch norms: their buffers are
+   yours. */
 TEST(replicate_mixed_precision, norm_modules_bf16) { norms(FS_REPLICATE, BF16); }
 TEST(replicate_mixed_precision, norm_modules_fp16) { norms(FS_REPLICATE, F16); }
+/* PyTorch: test_replicate_mixed_precision.py test_clamp_reduce_dtype. Done: units and buckets.
+   PyTorch's case is made in bf16, then fsdp_model_cast to f32. */
 TEST(replicate_mixed_precision, clamp_reduce_dtype) {
     for (int ranks = 2; ranks <= 4; ranks += 2) {
         clamp_reduce_dtype(FS_REPLICATE, ranks);
         clamp_reduce_dtype(FS_BUCKETS, ranks);
     }
 }
+/* PyTorch: test_replicate_mixed_precision.py test_dataclass_input. Done: units. You call
+   fsdp_cast_forward_input for each member: the library does not look into structs. */
 TEST(replicate_mixed_precision, dataclass_input) { structured(FS_REPLICATE); }
 
 /* ---- test_replicate -------------------------------------------------------------------------- */
@@ -289,11 +358,17 @@ static void compare_module(int how, int64_t bucket_bytes) {
     c.build = how == FS_REPLICATE ? NULL : bucket_bytes > 64 ? one_bucket : several_buckets;
     fs_train(&c);
 }
+/* PyTorch: test_replicate.py test_replicate_single_module. Done: one bucket, and one unit for each
+   layer. */
 TEST(replicate, replicate_single_module, NO(SLOW)) { compare_module(FS_BUCKETS, 25 << 20); }
+/* PyTorch: test_replicate.py test_replicate_multi_module. Done: also a bucket for each layer. */
 TEST(replicate, replicate_multi_module, NO(SLOW)) {
     compare_module(FS_REPLICATE, 0);
     compare_module(FS_BUCKETS, 16);
 }
+/* PyTorch: test_replicate.py test_replicate_with_kwargs. Done: bucket_bytes.
+   `gradient_as_bucket_view` needs no option: gradients of one dtype that are not cast are written
+   into the bucket's message. */
 TEST(replicate, replicate_with_kwargs, NO(SLOW)) { compare_module(FS_BUCKETS, 1 << 20); }
 
 enum { FCS = 3, FC = 4 };
@@ -336,6 +411,9 @@ static void save_and_load(lab_rank *r) {
         CHECK_EQ_MEM(got, value[p], (size_t)v.numel * sizeof(float));
     }
 }
+/* PyTorch: test_replicate.py test_replicate_single_module_save_load,
+   test_replicate_non_root_multiple_save_load. Done: one bucket, and one for each parameter
+   (PyTorch: for each layer). */
 TEST(replicate, replicate_single_module_save_load, NO(SLOW)) { lab_run(2, NULL, save_and_load, NULL); }
 TEST(replicate, replicate_non_root_multiple_save_load, NO(SLOW)) {
     int64_t small = 1;
@@ -376,4 +454,6 @@ static void ignores(lab_rank *r) {
         }
     }
 }
+/* PyTorch: test_replicate.py test_replicate_ignore_module. Done: gradients of the ignored layer are
+   the trainer's. */
 TEST(replicate, replicate_ignore_module, NO(SLOW)) { lab_run(2, NULL, ignores, NULL); }

@@ -6,6 +6,14 @@
    The net has four linear layers without an activation; its loss is the sum of its outputs. Every
    gradient is so the product of two vectors, and each rank knows those of all ranks.
 
+   PyTorch's net has layers of 2000 numbers and runs on 2 ranks: here layers of 96 and PyTorch's
+   caps in proportion, on 1 to 4 ranks, and, where counts matter, one row with PyTorch's numbers,
+   which makes one step without an optimizer. On CPU backends units for layers, buckets, and buckets
+   with `order`, `caps` and `late` have the same bits, and gradients are the exact mean. NCCL with
+   more than two ranks or few bits: 1.3e-6 relative and 1e-5 absolute in f32, and models are not
+   compared with each other. A plan replays a unit for each parameter, without passes and with
+   joined reductions, and buckets; all have the bits of the eager step.
+
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
 #include "harness.h"
@@ -836,16 +844,24 @@ static job job_of(fsdp_dtype param, fsdp_dtype reduce, int iters, int a, int b, 
 
 /* ---- the tests ------------------------------------------------------------------------------- */
 
+/* PyTorch: test_replicate_with_compiler.py test_compile_cpu. Done: one copy to the shard gradients
+   for each unit (PyTorch: 8 and 3 divisions), one wait (PyTorch: 8 and 3). */
 TEST_P(replicate_with_compiler, test_compile_cpu, with_both_large, SECONDS(300) | (row->dim == DIM ? NO(NCCL) : 0)) {
     launch(row, train_all, job_of(KEEP, KEEP, row->dim == DIM ? 1 : 3, LAYERWISE, BUCKETED, LATE));
 }
 
+/* PyTorch: test_replicate_with_compiler.py test_compile_cpu_no_sync. Done: six steps (PyTorch:
+   two), every second one reduced. PyTorch overwrites the context of its third model. Planned:
+   gradients that waited need 8 all-reduces, as they lie in slots of an earlier step. */
 TEST_P(replicate_with_compiler, test_compile_cpu_no_sync, settings) {
     job j = job_of(KEEP, KEEP, 6, LAYERWISE, BUCKETED, LATE);
     j.o.unsynced = 0x15;
     launch(row, train_all, j);
 }
 
+/* PyTorch: test_replicate_with_compiler.py test_compile_gpu. Done: on the simulated device with its
+   race checker, and with 2 ranks on NCCL or its stand-ins, else skipped. The three all-reduces run
+   on their own stream. */
 TEST_P(replicate_with_compiler, test_compile_gpu, gpus) {
     const char *backend = getenv("FSDP_BACKEND");
     if (!row->simulated && (!backend || strcmp(backend, "nccl")))
@@ -868,18 +884,24 @@ static void checkpointed(lab_rank *r) {
         done(b);
     }
 }
+/* PyTorch: test_replicate_with_compiler.py test_compile_gpu_ac. Done: each model is compared with
+   itself without recompute: the same bits and ops. */
 TEST_P(replicate_with_compiler, test_compile_gpu_ac, settings_and_simulated) {
     job j = job_of(KEEP, KEEP, 3, LAYERWISE, BUCKETED, LATE);
     j.o.checkpoint = row->run == PLANNED;
     launch(row, checkpointed, j);
 }
 
+/* PyTorch: test_replicate_with_compiler.py test_compile_bf16. Done: PyTorch's hook is reduce_dtype
+   here. The sum is rounded once and then divided (PyTorch divides before the sum). */
 TEST_P(replicate_with_compiler, test_compile_bf16, with_large, SECONDS(300) | (row->dim == DIM ? NO(NCCL) : 0)) {
     job j = job_of(KEEP, FSDP_BF16, row->dim == DIM ? 1 : 3, BUCKETED, LAYERWISE, LATE);
     if (row->dim == DIM) j.num_ways = 1;
     launch(row, train_all, j);
 }
 
+/* PyTorch: test_replicate_with_compiler.py test_compile_fp16. Done: the sum is divided before it is
+   rounded (NCCL: in part before the sum; PyTorch: all before it). */
 TEST_P(replicate_with_compiler, test_compile_fp16, settings) {
     launch(row, train_all, job_of(KEEP, FSDP_F16, 3, LAYERWISE, BUCKETED, PARAMWISE));
 }
@@ -899,6 +921,8 @@ static void backwards(lab_rank *r) {
     done(a);
     done(b);
 }
+/* PyTorch: test_replicate_with_compiler.py test_compile_backward_only. Done: the ops of the
+   backward, and the bits, do not depend on what the test drops of the forward. */
 TEST_P(replicate_with_compiler, test_compile_backward_only, settings) {
     job j = job_of(KEEP, KEEP, 3, BUCKETED, BUCKETED, BUCKETED);
     j.o.backward_only = row->run == PLANNED;
@@ -943,10 +967,14 @@ static void bucketing(const setting *c, fsdp_dtype param, void (*inspect)(const 
     j.inspect = inspect;
     launch(c, train_all, j);
 }
+/* PyTorch: test_replicate_with_compiler.py test_bucketing_coalesced_op. Done: PyTorch's buckets; no
+   copy brings gradients into the message. */
 TEST_P(replicate_with_compiler, test_bucketing_coalesced_op, with_large,
        SECONDS(300) | (row->dim == DIM ? NO(NCCL) : 0)) {
     bucketing(row, KEEP, check_coalesced);
 }
+/* PyTorch: test_replicate_with_compiler.py test_bucketing_concat_op. Done: computed in bf16,
+   reduced in f32 (PyTorch: f32): one copy into each message, which casts, and one out of it. */
 TEST_P(replicate_with_compiler, test_bucketing_concat_op, with_large, SECONDS(300) | (row->dim == DIM ? NO(NCCL) : 0)) {
     bucketing(row, FSDP_BF16, check_concat);
 }
@@ -1222,6 +1250,9 @@ static const setting tp_rows[] = {{"W=4", SMALL, 4, 0, 0, EAGER, 0},
                                   {"planned,W=4", SMALL, 4, 0, 0, PLANNED, 0},
                                   {"planned,W=4,lanes", SMALL, 4, 0, 2, PLANNED, 0},
                                   {"DIM=2000,simulated", DIM, 4, 0, 0, EAGER, 1}};
+/* PyTorch: test_replicate_with_compiler.py test_ddp_tp. Partly: gradients are those of the dense
+   net, also replayed by a plan. PyTorch skips its test, which asserts that a compiled backward
+   raises: no such error. */
 TEST_P(ddp_tp, test_ddp_tp, tp_rows, row->dim == DIM ? NO(NCCL) : 0) {
     const job none = FSDP_ZERO;
     if (row->simulated) tp_alone();

@@ -2,6 +2,12 @@
    FSDP2"), for plans. What a compiled graph does there, a replayed step does here. A test trains a
    net by calls and with a plan, on 1 to 4 ranks: losses, shards and gradients are equal to the bit.
 
+   PyTorch removed "Traceable FSDP2": the names are those of the last version that had all tests.
+   Its later versions keep disable_compiling_hooks, dynamo_trace_use_training_state,
+   trace_fsdp_copy_ and dynamo_recompiles_on_fsdp_layers. PyTorch compares losses, 1e-5 relative.
+   Here iteration 0 is the warm-up, 1 is recorded, and 2 to 9 are replayed, without an allocation.
+   Counts are those of several ranks without joined collectives.
+
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
 #include "harness.h"
@@ -140,6 +146,8 @@ static void slope(lab_rank *r) {
     out->loss[0] = worst;
     nets_end(&b);
 }
+/* PyTorch: none. Own: on one rank, eager: gradients are the slopes of the loss, within 1e-5 of 1
+   plus their size. */
 TEST(fully_shard_compile, nets_have_slopes) {
     const nets_net nets[] = {nets_simple_mlp(), nets_nested(), nets_transformer(1, 0),
                              nets_transformer(1, 1)};
@@ -187,6 +195,9 @@ static void hooks_disabled(int size) {
         CHECK_EQ_INT(b->report.left, 0);
     }
 }
+/* PyTorch: test_fully_shard_compile.py test_disable_compiling_hooks. Partly: a paused plan records
+   nothing, and its step is the eager one. Nothing traces here: PyTorch counts how often its tracer
+   reads FSDP's hooks. */
 TEST(fully_shard_compile, disable_compiling_hooks) {
     begin(mlp4(), 0);
     job.passive = job.watched = 1;
@@ -226,6 +237,9 @@ static void has_states(int size) {
     CHECK_EQ_INT(num, report()->calls);
     CHECK_EQ_INT(calls, 4);
 }
+/* PyTorch: test_fully_shard_compile.py test_dynamo_trace_use_training_state. Partly: after every
+   hook, recorded and replayed, fsdp_unit_state is that of an eager step; a unit without elements is
+   planned. No context manager that sets the state. */
 TEST(fully_shard_compile, dynamo_trace_use_training_state) {
     nets_net n = nets_nested();
     n.num_units = 4;
@@ -251,6 +265,8 @@ static void here_and_there(nets_bed *b, nets_result *out, int it) {
     if (it < 2) nets_step(b, out, it);
     else elsewhere(b, out, it);
 }
+/* PyTorch: test_fully_shard_compile.py test_compiled_autograd_ctx. Done: eight replayed steps come
+   from another function. */
 TEST(fully_shard_compile, compiled_autograd_ctx) {
     static const int64_t sizes[2] = {8, 8};
     begin(nets_mlp("Linear(8, 8)", sizes, 1, 1, 2), 0);
@@ -293,6 +309,10 @@ static void recompiles(lab_rank *r) {
     }
 }
 /* An eighth of the sizes, and a batch of 4. */
+/* PyTorch: test_fully_shard_compile.py test_dynamo_recompiles_on_fsdp_layers. Partly: forwards
+   without gradients are not recorded; each of two models records one step. No compiled layers:
+   PyTorch compiles each under FSDP1, and asserts nothing. An eighth of PyTorch's sizes; the long_
+   test has them. */
 TEST(fully_shard_compile, dynamo_recompiles_on_fsdp_layers) {
     static const int64_t sizes[4] = {98, 128, 128, 512};
     begin(nets_mlp("encoder", sizes, 3, 1, 4), 0);
@@ -311,9 +331,14 @@ TEST(long_fully_shard_compile, dynamo_recompiles_on_fsdp_layers, SECONDS(300) | 
 
 /* ---- simple_mlp --------------------------------------------------------------------------------- */
 
+/* PyTorch: test_fully_shard_compile.py test_simple_mlp_fullgraph_backend_aot_eager. Done: without
+   passes, each op of a replay is that of an eager step. Parameters of open units share no byte. */
 TEST(fully_shard_compile, simple_mlp_fullgraph_backend_aot_eager) {
     eager(nets_simple_mlp(), &mlp_row);
 }
+/* PyTorch: test_fully_shard_compile.py
+   test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition. Done: two segments; only backward
+   writes gradients, and reduces once. */
 TEST(fully_shard_compile, simple_mlp_fullgraph_backend_aot_eager_decomp_partition) {
     in_segments(nets_simple_mlp(), &mlp_row);
 }
@@ -356,6 +381,8 @@ static void staged_gather(int size) {
     CHECK_EQ_INT(report()->gathers[1], size > 1);
     if (size > 1) CHECK_EQ_INT(report()->crossing, 6);
 }
+/* PyTorch: test_fully_shard_compile.py test_simple_mlp_fullgraph_backend_inductor. Done: 1 gather
+   instead of 2: parameters stay from forward to backward. Also gathered in bf16, reduced in f32. */
 TEST(fully_shard_compile, simple_mlp_fullgraph_backend_inductor) {
     begin(nets_simple_mlp(), 0);
     job.watched = 1;
@@ -367,12 +394,16 @@ TEST(fully_shard_compile, simple_mlp_fullgraph_backend_inductor) {
 
 /* ---- nested ------------------------------------------------------------------------------------- */
 
+/* PyTorch: test_fully_shard_compile.py test_nested_fully_shard_backend_aot_eager. Done: 12 gathers
+   in forward and in backward, 12 reductions; with one backward pair for each unit 12, 3 and 3. */
 TEST(fully_shard_compile, nested_fully_shard_backend_aot_eager) {
     nets_net whole = nets_nested();
     eager(nets_nested(), &nested_row);
     whole.whole = 1;
     eager(whole, &whole_row);
 }
+/* PyTorch: test_fully_shard_compile.py test_nested_fully_shard_backend_aot_eager_decomp_partition.
+   Done: 24 gathers, 12 reductions. */
 TEST(fully_shard_compile, nested_fully_shard_backend_aot_eager_decomp_partition) {
     in_segments(nets_nested(), &nested_row);
 }
@@ -391,6 +422,9 @@ static void reduced_once(int size) {
     CHECK_EQ_INT(report()->reductions[0], size > 1 ? 12 : 0);
     CHECK_EQ_INT(report()->reductions[1], size > 1 ? 3 : 0);
 }
+/* PyTorch: test_fully_shard_compile.py test_nested_fully_shard_backend_inductor_fullgraph_True.
+   Done: 24 gathers become 17 with the memory of an eager step, 10 and 3 with one and two slots
+   more. With `once` 12 reductions become 3, with the bits of requires_gradient_sync set by hand. */
 TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_True) {
     static const int planned[2][3] = {{17, 10, 3}, {14, 7, 3}}; /* without the arena; with it */
     int counted = 0;
@@ -486,6 +520,10 @@ static void forward_alone(int size) {
 }
 /* On streams the pass `ahead` would gather in forward what backward waits for. */
 enum { SEGMENTS = 1 << FSDP_PASS_ARENA | 1 << FSDP_PASS_AHEAD };
+/* PyTorch: test_fully_shard_compile.py
+   test_nested_fully_shard_backend_inductor_fullgraph_True_graph_partition. Partly: only gathered
+   parameters are held from forward to backward. Forward as a program of its own is proven, and
+   refuted without one of its waits. No proof of backward only. */
 TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_True_graph_partition) {
     static const int planned[3] = {17, 10, 3};
     for (int more = 0; more < 3; more++) {
@@ -508,6 +546,9 @@ static void note_losses(int size) {
     for (int r = 0; r < size; r++)
         memcpy(losses[size - 1][r], job.r[1][r].loss, sizeof losses[size - 1][r]);
 }
+/* PyTorch: test_fully_shard_compile.py test_nested_fully_shard_backend_inductor_fullgraph_False.
+   Done: every visit opens its layer twice: 48 eager gathers, 17 planned; the bits of a plan that
+   opens them once. PyTorch skipped its test. */
 TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_False) {
     nets_net n = nets_nested();
     begin(n, 0);
@@ -526,10 +567,14 @@ TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_False) {
 
 /* ---- transformer -------------------------------------------------------------------------------- */
 
+/* PyTorch: test_fully_shard_compile.py test_transformer_backend_aot_eager. Done: without passes, op
+   by op: 4 gathers in forward, 3 in backward, 4 reductions, or 3 with `wv` only. */
 TEST(fully_shard_compile, transformer_backend_aot_eager) {
     eager(nets_transformer(1, 0), &former_row);
     eager(nets_transformer(0, 0), &frozen_row);
 }
+/* PyTorch: test_fully_shard_compile.py test_transformer_backend_aot_eager_decomp_partition. Done:
+   two segments, with dropout from the caller's generator. */
 TEST(fully_shard_compile, transformer_backend_aot_eager_decomp_partition) {
     for (int trains = 0; trains < 2; trains++) {
         nets_net n = nets_transformer(trains, 0);
@@ -544,6 +589,9 @@ static void kept_layers(int size) { /* everything stays: 3 layers and the root *
     gathers(7, 4, job.net.unit[0].frozen ? 3 : 4, 40);
     (void)size;
 }
+/* PyTorch: test_fully_shard_compile.py test_transformer_backend_inductor_fullgraph_True. Done:
+   without shared slots 7 gathers become 6, with more memory 4. With recompute and without. PyTorch
+   skipped its test. */
 TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True) {
     for (int setting = 0; setting < 4; setting++) {
         const nets_net n = nets_transformer(setting & 1, setting >> 1);
@@ -557,6 +605,9 @@ TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True) {
         if (setting == 1 || setting == 2) everywhere(kept_layers);
     }
 }
+/* PyTorch: test_fully_shard_compile.py
+   test_transformer_backend_inductor_fullgraph_True_graph_partition. Partly: forward is proven as a
+   program of its own. No proof of backward only. PyTorch skipped its test. */
 TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True_graph_partition) {
     for (int setting = 0; setting < 4; setting++) {
         with_memory(nets_transformer(setting & 1, setting >> 1), SEGMENTS, 2, 0);
@@ -568,6 +619,9 @@ TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True_graph_part
 }
 
 /* Attention runs between two openings of its layer. */
+/* PyTorch: test_fully_shard_compile.py test_transformer_backend_inductor_fullgraph_False. Done: 13
+   eager gathers, 6 planned, as if each layer was opened once, with the bits of that net. PyTorch
+   skipped its test. */
 TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_False) {
     for (int trains = 0; trains < 2; trains++) {
         nets_net n = nets_transformer(trains, 0);
@@ -618,6 +672,9 @@ static int races_of(nets_net net, int planned, int64_t bucket, int64_t ignored, 
     if (s.races && ignored < 0) h_fail(H_HERE("races"), "%d: %s", s.races, s.race);
     return s.races;
 }
+/* PyTorch: test_fully_shard_compile.py test_trace_fsdp_copy_. Done: PyTorch traces an op that
+   copies. Here no access races, eager or replayed; without any one wait the checker finds a race.
+   The proof refutes a copy before its event. */
 TEST(fully_shard_compile, trace_fsdp_copy_) {
     const nets_net nets[] = {nets_simple_mlp(), nets_nested(), nets_transformer(1, 0),
                              nets_transformer(0, 1)};

@@ -302,6 +302,9 @@ static const struct {
     {"protected", OVER_NCCL "FSDP_STUB_PROTECT=1", ""},
 };
 
+/* PyTorch: test_fully_shard_training.py test_two_layer_fully_shard_cudagraph. Differs: PyTorch
+   captures two ranks. Here forward, backward and clipping of one rank can be a CUDA graph;
+   nccl.captured shows that more are refused. */
 TEST_P(gpt_cuda, graph, graphs, row < graphs + 2 ? 0 : AT_NIGHT(STUB)) {
     char options[100];
     curve calls, graph;

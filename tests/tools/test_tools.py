@@ -62,17 +62,18 @@ GOOD = {
     "tests/core/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n"
                         "TEST(all, works) {}\nTEST_P(all, of_a_table, rows) {}\n",
     "tests/core/test_fully_shard_a.c": "/* SPDX-License-Identifier: MIT */\n"
+                                  "/* PyTorch: test_fully_shard_a.py test_done, test_more. Done:\n"
+                                  "   all of it. */\n"
                                   "TEST(fully_shard_a, done) {}\n"
                                   "TEST(long_fully_shard_a, large, NIGHT | SECONDS(9)) {}\n",
+    "tests/core/test_golden_events.c": "/* SPDX-License-Identifier: MIT */\nenum { RULE_SUM };\n",
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
     "docs/architecture.md": "src/core/a.h   the first one\nsrc/core/backends.h   the table\n"
                             "src/core/b.h   the other one\n`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
     "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
-    "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
-                      "| `done` | done | `torch.chunk` |\n| `renamed` | done | `all.works` |\n"
-                      "| `absent` | not applicable | nothing |\n"
-                      "| `large` | own | `long_fully_shard_a.large` |\n",
+    "docs/parity.md": "`all.works` does.\n\n- `test_fully_shard_a.py`: `test_absent`.\n"
+                      "- SUM: one.\n",
 }
 
 
@@ -277,17 +278,42 @@ def test_tests():
     finds("tests", "docs/tests.md: no table of tests", docs_tests_md="No table.\n")
     finds("tests", "README.md:5: no such test: all.invented",
           README_md=GOOD["README.md"] + "\n`make test FILTER=all.invented`\n")
-    finds("tests", "docs/parity.md:5: no such test: fully_shard_a.invented",
-          docs_parity_md=parity.replace("`done` |", "`done`, `invented` |"))
-    finds("tests", "docs/parity.md:6: no such test: all.invented",
+    finds("tests", "docs/parity.md:1: no such test: all.invented",
           docs_parity_md=parity.replace("all.works", "all.invented"))
-    finds("tests", "docs/parity.md:7: no such test: fully_shard_a.absent",
-          docs_parity_md=parity.replace("not applicable", "done"))
-    finds("tests", "docs/parity.md:5: great is no state",
-          docs_parity_md=parity.replace("| done | `torch", "| great | `torch"))
-    finds("tests", "docs/parity.md: no row for fully_shard_a.new of test_fully_shard_a",
-          tests_core_test_fully_shard_a_c=GOOD["tests/core/test_fully_shard_a.c"]
-          + "TEST(fully_shard_a, new) {}\n")
+    finds("tests", "docs/parity.md:3: test_more of test_fully_shard_a.py has a test: "
+          "tests/core/test_fully_shard_a.c:2", docs_parity_md=parity.replace("absent", "more"))
+    finds("tests", "docs/parity.md: no item of the list for the rule SUM of tests/core/test_golden",
+          docs_parity_md=parity.replace("SUM", "SUMS"))
+
+
+def test_ported_tests():
+    """Comments "PyTorch: ..." of the tests: their form, their states, and the tests they cover."""
+    ported = GOOD["tests/core/test_fully_shard_a.c"]
+    own = "\n/* PyTorch: none. Own. */\n"
+    new = "TEST(fully_shard_a, new) {}\n"
+    bad = [("test_fully_shard_a.c: no comment PyTorch: ... before fully_shard_a.new",
+            ported + "\n" + new),
+           ("tests/core/test_fully_shard_a.c:2: no such test: all.invented",
+            ported.replace("all of it", "as all.works, all.invented")),
+           ("tests/core/test_fully_shard_a.c:2: Great is no state: Done, Partly",
+            ported.replace(" Done:", " Great:")),
+           ("tests/core/test_fully_shard_a.c:2: Own means", ported.replace(" Done:", " Own:")),
+           ("tests/core/test_fully_shard_a.c:7: Own means",
+            ported + own.replace("Own", "Done") + new),
+           ("tests/core/test_fully_shard_a.c:7: no test follows", ported + own),
+           ("tests/core/test_fully_shard_a.c:7: no test follows", ported + own + "\n" + new),
+           ("tests/core/test_fully_shard_a.c:7: test_done is Partly, but Done at "
+            "tests/core/test_fully_shard_a.c:2", ported + "\n/* PyTorch: test_fully_shard_a.py "
+            "test_done. Partly: half. */\n" + new)]
+    for old, changed in (("test_done, ", "test_done "), (" Done:\n", " Done,\n"),
+                         ("it. */", "it */"), ("test_fully_shard_a.py ", ""),
+                         ("test_done, test_more. ", "")):
+        bad.append(("tests/core/test_fully_shard_a.c:2: write: PyTorch: FILE.py",
+                    ported.replace(old, changed)))
+    for complaint, text in bad:
+        finds("tests", complaint, tests_core_test_fully_shard_a_c=text)
+    with tree(tests_core_test_fully_shard_a_c=ported + own + new) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py tests", cwd=root)
 
 
 PROGRAMS = {"test_all": ["works", "of_a_table/one", "of_a_table/two"],
@@ -328,7 +354,7 @@ def test_tests_that_ran():
         for result, words in (("", "did not run"), (" SKIPPED", "was skipped")):
             status, out = run_tests(root, ran, done=result)
             check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
-            check(f"docs/parity.md:5: fully_shard_a.done {words}" in out, out)
+            check(f"tests/core/test_fully_shard_a.c:2: fully_shard_a.done {words}" in out, out)
         status, out = run_tests(root, ran, of_a_table=" SKIPPED")
         check(status and "docs/tests.md:4: all.of_a_table was skipped" in out, out)
         check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
