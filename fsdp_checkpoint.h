@@ -315,8 +315,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
     fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
-    int32_t with_optimizer;             // 0: no names that begin with "optim." or "fsdp.". With
-                                        // num_ranks they are always written
+    int32_t with_optimizer;             // 0: no names that begin with "optim.state." or "fsdp.".
+                                        // With num_ranks they are always written
     int32_t num_ranks;                  // > 0: a checkpoint of ours in so many data files
     int32_t ema;                        // 1: parameters that have an average (fsdp_ema_create) are
                                         // written as that, in their dtype. Not with num_ranks

@@ -359,7 +359,7 @@ static const verb verbs[] = {
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --ema                the averages of the weights in place of the weights\n"
      "  --ema=NAME           those with this fsdp_ema_desc.name\n"
-     "  --with-optimizer     also what is called optim.* and fsdp.*\n"
+     "  --with-optimizer     also what is called optim.state.* and fsdp.*\n"
      "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n" SKIP_HELP},
     {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
      "Makes a checkpoint of ours of any PATH, with checksums, in N data files (default 1). Call "

@@ -102,7 +102,7 @@ static int why_left_out(const fsdp_checkpoint_tensor *t, const name_rules *rules
     const int is_float = (*dtype == 'F' || !strcmp(dtype, "BF16")) && strcmp(dtype, "F8_E8M0") != 0;
     regmatch_t match;
     if (!regexec(&rules->skip, t->name, 1, &match, 0)) return SKIPPED;
-    if (fsdpi_ck_is_state(t->name) || matches(IS_STATE, t->name)) return STATES;
+    if (fsdpi_ck_is_reserved(t->name) || matches(IS_STATE, t->name)) return STATES;
     if (matches(IS_BUFFER, t->name) || (t->ndim > 1 && matches(IS_MASK, t->name))) return BUFFERS;
     return is_float && !matches(IS_SCALE, t->name) ? KINDS : PACKED;
 }

@@ -15,6 +15,7 @@
 #include "open.h"
 #include "read.h"
 #include "save.h"
+#include "table.h"
 #include "tile.h"
 #include "../safetensors/format.h"
 #include "../safetensors/write.h"
@@ -60,11 +61,6 @@ static int fsdpi_ck_by_out(const void *a, const void *b) {
 /* -------------------------------------------------------------------------------------------- */
 // The plan.
 
-// Returns 1 if the name is that of a state, not of a parameter.
-static int fsdpi_ck_is_state(const char *name) {
-    return strncmp(name, "optim.", 6) == 0 || strncmp(name, "fsdp.", 5) == 0;
-}
-
 // Sets *out to the index of the parameter's average or, if it has none, of the parameter.
 static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_t *out) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index), *average;
@@ -93,7 +89,7 @@ static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_
 static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
     char *renamed = (char *)x->names.ptr + x->num_outs * FSDP_CHECKPOINT_NAME;
-    const int state = fsdpi_ck_is_state(e->name);
+    const int state = fsdpi_ck_is_reserved(e->name);
     if (state && !x->desc.with_optimizer && !x->sharded) return FSDP_OK;
     if (x->desc.rename) {
         renamed[0] = 0;
@@ -102,7 +98,7 @@ static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
     }
     int64_t tensor = index;
     fsdp_status status = fsdpi_ck_readable(x->in, index);
-    if (!status && x->desc.ema && !state) status = fsdpi_ck_average_of(x, index, &tensor);
+    if (!status && x->desc.ema) status = fsdpi_ck_average_of(x, index, &tensor);
     if (status) return status;
     fsdpi_ck_out *o = fsdpi_ck_out_at(x, x->num_outs++);
     o->name = x->desc.rename ? renamed : e->name;

@@ -217,7 +217,6 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
             if (!old->old_shard) continue;
             status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
-            if (!p->requires_grad) *fsdpi_use(u, k) &= (uint8_t)~FSDPI_USE_REDUCED;
             if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
                                         flat->grad, fsdpi_grad_dtype(m, p->dtype));

@@ -46,11 +46,11 @@ static fsdp_status fsdpi_predict_step(fsdp_model *m) {
     return fsdpi_finalize(m);
 }
 
-// Two microbatches that keep what `step` says, since the second one meets what the first one has
-// kept, and the last one.
+// A microbatch that keeps what `step` says, and the last one. Others between them meet what the last
+// one meets, and release no more than it does.
 static fsdp_status fsdpi_predict_microbatches(fsdp_model *m, const fsdp_predict_desc *step) {
-    const int keeps = step->without_sync | step->without_all_reduce | step->without_reshard;
-    for (int left = keeps ? 2 : 0; left >= 0; left--) {
+    const int keeps = step->without_sync || step->without_all_reduce || step->without_reshard;
+    for (int left = keeps; left >= 0; left--) {
         for (int i = 0; i < m->num_units; i++) {
             fsdpi_options *o = &m->units[i]->options;
             o->sync = !left || !step->without_sync;

@@ -114,7 +114,16 @@ static fsdp_comm *group_of_all(rank_state *r, int rank, int world, const char *n
 static void says(const char *text, const char *part) {
     CHECK_MSG(strstr(text, part), "\"%s\" does not say \"%s\"", text, part);
 }
-static void told(rank_state *r, const char *part) { says(r->ops->error_text(r->comm), part); }
+/* No rank names itself as another one that has failed. */
+static void told(rank_state *r, const char *part) {
+    const char *text = r->ops->error_text(r->comm);
+    char itself[2][32];
+    CHECK(!strncmp(text, "rank ", 5));
+    snprintf(itself[0], sizeof itself[0], " rank %d reports: ", atoi(text + 5));
+    snprintf(itself[1], sizeof itself[1], " rank %d failed in ", atoi(text + 5));
+    CHECK_MSG(!strstr(text, itself[0]) && !strstr(text, itself[1]), "%s", text);
+    says(text, part);
+}
 
 /* ---- a rank that dies ------------------------------------------------------------------------ */
 

@@ -544,7 +544,8 @@ TEST_P(trust, place_of_the_new_file_is_taken, in_the_way) {
     CHECK_EQ_STR(text, "mine");
 }
 
-/* A resolver that does not answer before the test has ended. In place of libc's. */
+/* A resolver that does not answer before the test has ended, and a host of eight addresses. In place of
+   libc's. */
 static int *resolver_waits, *resolver_asked;
 int getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
                 struct addrinfo **out) {
@@ -556,6 +557,13 @@ int getaddrinfo(const char *host, const char *service, const struct addrinfo *hi
     }
     if (!strcmp(host, "nobody.test")) return EAI_NONAME;
     *(void **)&real = dlsym(RTLD_NEXT, "getaddrinfo");
+    int failed = 0;
+    for (int k = 1; k <= 8 && !strcmp(host, "many.test") && !failed; k++, out = &(*out)->ai_next) {
+        char address[16];
+        snprintf(address, sizeof address, "127.0.0.%d", k);
+        failed = real(address, service, hints, out);
+        if (failed || k == 8) return failed;
+    }
     return real(host, service, hints, out);
 }
 TEST(trust, resolver_does_not_answer) {
@@ -597,7 +605,11 @@ static const struct {
              {"unknown_first", "nobody.test,127.0.0.2", 8, {2}},
              {"unknown_last", "127.0.0.2,nobody.test", 8, {2}},
              {"as_many_as_fit", "127.0.0.1,127.0.0.2,127.0.0.3", 3, {1, 2, 3}},
-             {"too_many", "127.0.0.1,127.0.0.2,127.0.0.3", 2, {1, 2}}};
+             {"too_many", "127.0.0.1,127.0.0.2,127.0.0.3", 2, {1, 2}},
+             {"all_of_one", "many.test", 8, {1, 2, 3, 4, 5, 6, 7, 8}},
+             {"many_first", "many.test,127.0.0.9", 8, {1, 2, 3, 4, 9}},
+             {"many_last", "127.0.0.9,many.test", 8, {9, 1, 2, 3, 4}},
+             {"many_twice", "many.test,127.0.0.9,many.test", 7, {1, 2, 9, 1, 2}}};
 TEST_P(trust, hosts_of_an_address, lists) {
     fsdp_clock clock = FSDP_ZERO;
     fsdpi_store_place found[8];

@@ -940,6 +940,32 @@ TEST(fsdpck, export_averages) {
     says("[E482] checkpoint_export: ");
 }
 
+/* A unit may have the name "optim": its parameters are no states, and may have an average. */
+TEST(fsdpck, export_of_a_unit_optim) {
+    fsdp_safetensors_entry e[] = {tensor("optim.w", FSDP_BF16, 1, 5, 0, 0),
+                                  tensor("optim.state.optim.w.ema", FSDP_F32, 1, 5, 0, 0),
+                                  tensor("optim.state.optim.w.step", FSDP_F64, 0, 0, 0, 0)};
+    char from[600], file[640], to[600];
+    fsdp_checkpoint_tensor t;
+    path_of(from, "from");
+    CHECK_EQ_INT(mkdir(from, 0700), 0);
+    store_tensors(from, "model.safetensors", e, 3);
+    snprintf(file, sizeof file, "%s/model.safetensors", from);
+    fsdp_checkpoint_reader *r = open_it(file);
+    for (int how = 0; how < 4; how++) {
+        static const char *const names[] = {"weights", "averages", "all_weights", "all_averages"};
+        fsdp_checkpoint_export_desc d = FSDP_ZERO;
+        d.ema = how & 1, d.with_optimizer = how >> 1, d.dtype = FSDP_F32;
+        export_to(file, path_of(to, names[how]), &d);
+        check_average(to, "optim.w", r, d.ema ? "optim.state.optim.w.ema" : "optim.w", FSDP_F32, 5);
+        fsdp_checkpoint_reader *all = open_it(to);
+        CHECK_OK(fsdp_checkpoint_tensor_at(all, how >> 1 ? 2 : 0, &t));
+        CHECK_STATUS(fsdp_checkpoint_tensor_at(all, how >> 1 ? 3 : 1, &t), FSDP_ERR_INVALID_ARG);
+        fsdp_checkpoint_close(all);
+    }
+    fsdp_checkpoint_close(r);
+}
+
 /* A checkpoint of ours cut anew: all tensors, the step, the ranks whose blobs it has. */
 TEST(fsdpck, cut_anew) {
     static const struct {

@@ -1531,6 +1531,44 @@ TEST(extension, relayout_after_commit_and_freeze) {
     bed_close(&b);
 }
 
+/* After a failure of MOVED the next call tells it again; it does not lay out again. */
+typedef struct {
+    int told, fails; /* how often it was told; it fails so often */
+    guest of;
+} follower;
+static fsdp_status follower_values(void *user, fsdp_model *m, int event, int ordinal) {
+    follower *f = (follower *)user;
+    (void)m;
+    CHECK(event == FSDP_VALUES_MOVED && ordinal == -1);
+    return f->told++ < f->fails ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
+}
+static void follower_relayout(void *user, fsdp_model *m) {
+    guest_relayout(&((follower *)user)->of, m);
+}
+TEST(extension, moved_is_told_again) {
+    for (int fails = 0; fails < 3; fails++) {
+        follower f;
+        bed b;
+        fsdp_extension e = FSDP_ZERO;
+        memset(&f, 0, sizeof f);
+        e.user = &f, e.values = follower_values, e.relayout = follower_relayout;
+        bed_open(&b, &settings[0]);
+        CHECK_OK(fsdp_attach(b.model, &e));
+        for (int layout = 1; layout <= 2; layout++) { /* in commit, in a hook */
+            f.told = 0, f.fails = fails;
+            for (int k = 0; k <= fails + 1; k++) {
+                CHECK_STATUS(layout == 1 ? fsdp_model_commit(b.model) : fsdp_pre_forward(b.units[0]),
+                             k < fails ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
+                if (layout == 2 && k >= fails) CHECK_OK(fsdp_post_forward(b.units[0]));
+                CHECK_EQ_INT(f.told, k <= fails ? k + 1 : fails + 1);
+                CHECK_EQ_INT(f.of.relayouts, layout);
+            }
+            CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
+        }
+        bed_close(&b);
+    }
+}
+
 /* The states of an optimizer and of a scaler, through items: what is written comes back. */
 typedef struct {
     char name[64];

@@ -412,6 +412,25 @@ TEST(freeze, between_steps, NO(NCCL) | SLOW | AT_NIGHT(ASAN | GLOO)) {
     everywhere(freeze_between, 1 + !W_SLOW);
 }
 
+/* Who is frozen loses the gradient: after the thaw there is none, and the next one adds to nothing. */
+static void freeze_loses(job *j) {
+    make_model(j);
+    for (int p = 0; p < ALL; p++) {
+        forward(j);
+        backward(j);
+        check_grads(j);
+        set_frozen(j, p, 1);
+        CALL(j->w, fsdp_model_commit(j->m.model));
+        set_frozen(j, p, 0);
+        j->t.has[p] = 0;
+        check_grads(j);
+        forward(j);
+        backward(j);
+        check_grads(j);
+    }
+}
+TEST(freeze, loses_the_gradient) { everywhere(freeze_loses, 1); }
+
 /* Setting what is set already changes nothing: not even an address. */
 static void freeze_again(job *j) {
     fsdp_param_view before[ALL], after;

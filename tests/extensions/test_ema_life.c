@@ -394,7 +394,10 @@ static void texts_rank(lab_rank *r) {
         REFUSED(r->w, fsdp_ema_create(m.model, &d, &third), "[E9033] ema_create: desc.name is '");
     }
     REFUSED(r->w, fsdp_tell_values(m.model, 4, -1), "[E9030] tell_values: event is 4");
-    CHECK_STATUS(fsdp_tell_values(m.model, FSDP_VALUES_REPLACE, NUM), FSDP_ERR_INVALID_ARG);
+    for (int i = 0; i < 4; i++)
+        CHECK_STATUS(fsdp_tell_values(m.model, i % 2 ? FSDP_VALUES_WRITTEN : FSDP_VALUES_REPLACE,
+                                      i < 2 ? NUM : -1),
+                     FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_tell_values(NULL, FSDP_VALUES_REPLACED, -1), FSDP_ERR_INVALID_ARG);
     make_averages(r->w, m.model, ema);
     said[0] = 0;

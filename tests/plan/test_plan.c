@@ -2114,6 +2114,18 @@ static void strict_reset(lab_rank *r) {
 }
 TEST(plan_errors, strict_reset) { lab_run(2, NULL, strict_reset, NULL); }
 
+/* A new layout within a step of a strict plan is told, too. */
+static void strict_layout(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    strict_open(&b, &net, r->w, out, 4);
+    shake(&b);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_forward(b.unit[2]), "a new layout");
+    strict_close(&b, out, 4);
+}
+TEST(plan_errors, strict_layout) { lab_run(2, NULL, strict_layout, NULL); }
+
 /* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
 static void strict(lab_rank *r) {
     const plan_net net = net_chain();

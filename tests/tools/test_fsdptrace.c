@@ -408,6 +408,20 @@ TEST(fsdptrace, members_without_a_record, NO(GLOO | NCCL)) {
     }
 }
 
+/* The one rank that others wait for waits, too, for one that is no member: that is no other call. */
+TEST(fsdptrace, one_that_waits_elsewhere, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400];
+    make_files(dir, sizeof dir);
+    read_record(dir, 2, &r);
+    fsdpi_flight_op *last = &r.op[(r.begun - 1) % FSDPI_FLIGHT_OPS];
+    last->kind = FSDP_OP_RECV, last->turn = 0, last->end_ns = 0;
+    write_record(dir, 2, &r);
+    CHECK_EQ_INT(hang(dir, ""), 1);
+    CHECK_MSG(!strncmp(line("rank 2: it"), "rank 2: it was in recv of ", 26), "%s", output);
+    CHECK_MSG(says("The others wait for these ranks: look at what they do.\n"), "%s", output);
+}
+
 /* A record that was shut down on another host leaves nothing unknown; of two failures the earlier one
    is the first. */
 TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
