@@ -568,7 +568,7 @@ def check_tests():
         else:
             yield f"{place}: {name[1:]}" if name[0] == "?" else f"{place}: no such test: {name}"
     for name, program in known.items():
-        if re.match("test_fully_shard_(?!errors)", program) and name not in listed:
+        if program.startswith("test_fully_shard_") and name not in listed:
             yield f"docs/parity.md: no row for {name} of {program}"
     if os.path.exists(EVENTS):
         for rule in sorted(set(re.findall(r"\bRULE_(\w+)", read(EVENTS)))):
