@@ -1,13 +1,12 @@
-/* brute.h - one training step of one unit, by brute force: every full tensor is written down, the
-   gradient of every rank too, and a shard is found element by element. A case is a number: the same
-   number and seed give the same case. Values are integers and halves below 256, which every
-   floating dtype of the library holds exactly, and sums of gradients are multiples of the number of
-   ranks, so that there is one right answer whatever the dtypes, and it is compared bit for bit.
+/* brute.h - training of one unit by brute force: each full tensor, and the gradient of each rank
+   Finds a shard element by element. A case is a number: with the same number and seed it is the same case.
+   Values are integers and halves below 256, which each floating dtype of the library holds exactly, and sums
+   of gradients are multiples of the number of ranks. So one result is right whatever the dtypes, and every bit
+   is compared. Roundings are those of test_dtype.c and test_fully_shard_mixed_precision.c.
 
-   The first b_grid_size() cases are every shape of a unit of one parameter (dims 0..W+2, 1-D to
-   3-D, each shard dim) on every mesh of up to B_RANKS ranks, in every layout and reshard mode, with
-   the other axes at random. The cases behind them are random in all axes.
-   Include it after fsdp.h with FSDP_IMPLEMENTATION.
+   The first b_grid_size() cases have every shape of a unit of one parameter (dims of 0..W+2, 1-D to 3-D, each
+   shard dim) on each mesh of up to B_RANKS ranks, in each layout and reshard mode; the other axes are random.
+   In later cases all axes are random. Include it after lab.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef BRUTE_H

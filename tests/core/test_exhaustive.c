@@ -1,10 +1,10 @@
-/* test_exhaustive.c - one training step of one unit, in every combination of everything that can
-   vary, against tests/core/brute.h, bit for bit. One case alone: FSDP_CASE=n, and the seed it ran with.
+/* test_exhaustive.c - training of one unit, in each combination of what can vary, by brute force
+   Compares every bit with tests/core/brute.h. FSDP_CASE=n repeats one case; it needs the seed of that run.
 
-   Most cases run on a backend of this file whose ranks are fibers of one thread: a collective is
-   done by the rank that comes last, so that nobody waits and a case costs microseconds. It also
-   checks what a backend may rely on: that ranks agree on every collective, and that they allocate
-   and free alike. The rest runs on the shared-memory backend with a thread per rank.
+   Most cases run on a backend of this file, whose ranks are fibers of one thread. The rank that arrives last
+   does the collective, so that a case takes microseconds. This backend checks that ranks agree on each
+   collective, and that they allocate and free alike. The other cases run on the shared-memory backend: ranks
+   are threads or processes, with and without worker threads, and two models take turns.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW
@@ -20,9 +20,11 @@ typedef struct {
     fsdp_mesh *line[2], *mesh[2][14], *swapped[2][14], *reversed[2][14]; // by split
     const b_case *c;
     const b_truth *truth;
-    int shard, pad; // my place in the shard group of this case
+    int shard, blocks; // my place in the shard group of this case; blocks that were filled
     fsdp_model *model;
     fsdp_unit *unit;
+    fsdp_memory predicted;
+    int64_t fill_bytes, ordinal, row; // of the next block
     fsdp_dtype gathered[B_PARAMS];
 } rank_state;
 
@@ -91,13 +93,17 @@ static void build(rank_state *x) {
     if (axis[B_MESH] == B_MESH_UNIT) ud.mesh = mesh ? mesh : x->line[axis[B_PLAIN]];
     else if (axis[B_MESH] == B_MESH_INFO) md.mesh_info = &info;
     else md.mesh = mesh;
-    md.param_dtype = b_floats[axis[B_PARAM]];
-    md.reduce_dtype = b_floats[axis[B_REDUCE]];
+    fsdp_dtype *by_model[2] = {&md.param_dtype, &md.reduce_dtype}, *by_unit[2] = {&ud.param_dtype, &ud.reduce_dtype};
+    *(c->number % 3 ? by_model : by_unit)[0] = b_floats[axis[B_PARAM]];
+    *(c->number % 3 ? by_model : by_unit)[1] = b_floats[axis[B_REDUCE]];
     md.grad_dtype = b_floats[axis[B_GRAD]];
     md.reshard_after_forward = c->reshard;
     md.cpu_offload = axis[B_OFFLOAD];
     md.debug = axis[B_DEBUG];
     md.direct_min = direct_min[axis[B_LAYOUT]];
+    md.fill_bytes = c->number % 5 ? 1 + c->number % 97 : 0;
+    x->fill_bytes = md.fill_bytes ? md.fill_bytes : INT64_MAX;
+    x->ordinal = -1, x->blocks = 0;
     DO(x, fsdp_model_create(the_world(x), &md, &x->model));
     for (int i = 0; i < c->count; i++) {
         const b_param *p = &c->param[i];
@@ -107,8 +113,8 @@ static void build(rank_state *x) {
         pd[i].frozen = p->frozen;
         pd[i].keep_dtype = p->keep;
         memcpy(pd[i].shape, p->shape, sizeof p->shape);
-        int cast = md.param_dtype && !p->keep && fsdp_dtype_is_float(p->dtype);
-        x->gathered[i] = cast ? md.param_dtype : p->dtype;
+        int cast = axis[B_PARAM] && !p->keep && fsdp_dtype_is_float(p->dtype);
+        x->gathered[i] = cast ? b_floats[axis[B_PARAM]] : p->dtype;
     }
     ud.params = pd;
     ud.num_params = c->count;
@@ -120,8 +126,16 @@ static void build(rank_state *x) {
     if (axis[B_STAY] == 1) DO(x, fsdp_set_reshard_after_backward(x->model, NULL, 0));
 }
 
+/* Fills a block, which has whole rows of dim 0, consecutive ones, and as many as fit into fill_bytes. */
 static void start_values(void *user, const fsdp_param_view *block) {
-    const rank_state *x = (const rank_state *)user;
+    rank_state *x = (rank_state *)user;
+    const b_param *p = &x->c->param[block->index];
+    const int64_t bytes = block->numel * (int64_t)fsdp_dtype_size(block->dtype);
+    const int64_t first = p->shard_dim ? 0 : b_chunk(p, x->c->shards) * x->shard;
+    EXPECT(x, block->numel == lab_numel(block->ndim, block->local_shape) && block->numel > 0, "block of %d", block->index);
+    EXPECT(x, block->start[0] == (block->ordinal == x->ordinal ? x->row : first), "rows are not consecutive");
+    EXPECT(x, block->local_shape[0] == 1 || bytes <= x->fill_bytes, "a block of %lld bytes", (long long)bytes);
+    x->ordinal = block->ordinal, x->row = block->start[0] + block->local_shape[0], x->blocks++;
     for (int64_t k = 0; k < block->numel; k++)
         b_put(block->data, block->dtype, k,
               x->truth->value[0][block->index][fsdp_view_index(block, k)]);
@@ -177,6 +191,15 @@ static void check_shards(const rank_state *x, int step) {
     }
 }
 
+/* The elements of a shard and of its gradient have equal numbers in the model's flat memory. */
+static void check_offset(const rank_state *x, const fsdp_param_view *v) {
+    fsdp_flat flat = FSDP_ZERO;
+    DO(x, fsdp_model_flat(x->model, v->dtype, &flat));
+    const size_t at = (size_t)((const char *)v->shard - (const char *)flat.shards) / fsdp_dtype_size(v->dtype);
+    EXPECT(x, (const char *)v->shard_grad == (const char *)flat.grads + at * fsdp_dtype_size(v->grad_dtype),
+           "the gradient of %d is not where its shard is", v->index);
+}
+
 /* All gradients after a step; and that nothing else is in the flat gradients. */
 static void check_grads(const rank_state *x, int step) {
     int64_t expected[FSDP_DTYPE_COUNT] = {0};
@@ -190,6 +213,7 @@ static void check_grads(const rank_state *x, int step) {
                has ? "no" : "a");
         if (!has) continue;
         check_shard(x, i, v.shard_grad, v.grad_dtype, full, "gradient");
+        if (v.numel > 0) check_offset(x, &v);
         for (int64_t e = 0; e < p->numel; e++) {
             b_local(p, x->c->shards, e, &owner);
             expected[p->dtype] += owner == x->shard && b_bits(v.grad_dtype, full[e]) != 0;
@@ -339,30 +363,75 @@ static void check_full(const rank_state *x) {
     free(full);
 }
 
-static void run_case(rank_state *x) {
-    const b_case *c = x->c;
-    fsdp_memory predicted;
-    memset(&predicted, 0, sizeof predicted);
-    build(x);
-    DO(x, fsdp_model_predict(x->model, &predicted));
-    DO(x, fsdp_init_params(x->model, start_values, x));
-    check_shards(x, 0);
-    for (int step = 0; step < c->steps; step++) {
-        train(x, step);
-        check_memory(x, &predicted, step == 0 || c->axis[B_SECOND] == 1);
-        check_grads(x, step);
-        check_shards(x, step);
-        if (c->axis[B_STAY] == 2) DO(x, fsdp_unshard(x->unit)); // stale by the update
-        update(x, step);
-        if (c->axis[B_SECOND] == 1 && step == 0) DO(x, fsdp_zero_grad(x->model));
+/* Loads other values, of any bits: NaN, too; and gathers them. One rank passes no memory. */
+static void check_load(const rank_state *x) {
+    for (int i = 0; i < x->c->count; i++) {
+        const size_t nbytes = (size_t)x->c->param[i].numel * fsdp_dtype_size(x->c->param[i].dtype);
+        unsigned char full[8 * B_NUMEL], got[8 * B_NUMEL + 1];
+        for (size_t b = 0; b < nbytes; b++) full[b] = (unsigned char)lab_hash(x->c->seed, (uint64_t)i, b, 7);
+        got[nbytes] = 0x77;
+        DO(x, fsdp_param_load(x->unit, i, full));
+        const int none = x->c->ranks > 1 && (x->rank + i) % x->c->ranks == 0;
+        DO(x, fsdp_param_full(x->unit, i, none ? NULL : got));
+        EXPECT(x, none || !memcmp(full, got, nbytes), "parameter %d is not what was loaded", i);
+        EXPECT(x, got[nbytes] == 0x77, "parameter %d: too much was written", i);
     }
+}
+
+/* The gradients of frozen parameters are refused; those of the others are zeros after zero_grad. */
+static void check_no_grad(const rank_state *x) {
+    DO(x, fsdp_zero_grad(x->model));
+    for (int i = 0; i < x->c->count; i++) {
+        char full[8 * B_NUMEL];
+        fsdp_param_view v;
+        memset(full, 0x5a, sizeof full);
+        const fsdp_status status = fsdp_param_full_grad(x->unit, i, full);
+        check_view(x, i, &v);
+        EXPECT(x, !v.shard_grad, "parameter %d has a gradient after zero_grad", i);
+        EXPECT(x, status == (x->c->param[i].frozen ? FSDP_ERR_INVALID_STATE : FSDP_OK), "gradient of %d: %s", i,
+               fsdp_last_error(the_world(x)));
+        for (int64_t e = 0; e < x->c->param[i].numel && !status; e++)
+            EXPECT(x, b_get(full, grad_dtype(x, i), e) == 0, "gradient %d is not zero", i);
+    }
+}
+
+static void begin_case(rank_state *x) {
+    int64_t numel = 0;
+    build(x);
+    memset(&x->predicted, 0, sizeof x->predicted);
+    DO(x, fsdp_model_predict(x->model, &x->predicted));
+    DO(x, fsdp_init_params(x->model, start_values, x));
+    for (int i = 0; i < x->c->count; i++) numel += b_local_numel(&x->c->param[i], x->c->shards, x->shard);
+    EXPECT(x, (numel > 0) == (x->blocks > 0), "%d blocks were filled", x->blocks);
+    check_shards(x, 0);
+}
+static void step_case(rank_state *x, int step) {
+    const b_case *c = x->c;
+    if (step >= c->steps) return;
+    train(x, step);
+    check_memory(x, &x->predicted, step == 0 || c->axis[B_SECOND] == 1);
+    check_grads(x, step);
+    check_shards(x, step);
+    if (c->axis[B_STAY] == 2) DO(x, fsdp_unshard(x->unit)); // stale by the update
+    update(x, step);
+    if (c->axis[B_SECOND] == 1 && step == 0) DO(x, fsdp_zero_grad(x->model));
+}
+static void end_case(rank_state *x) {
+    const b_case *c = x->c;
     check_shards(x, c->steps);
     DO(x, fsdp_set_grad_enabled(x->model, 0));
     forward(x, c->steps);
     if (c->number % 4 == 0) check_full(x);
+    if (c->number % 4 == 1) check_load(x);
+    if (c->number % 4 == 2) check_no_grad(x);
     fsdp_model_destroy(x->model);
     x->model = NULL;
     x->unit = NULL;
+}
+static void run_case(rank_state *x) {
+    begin_case(x);
+    for (int step = 0; step < x->c->steps; step++) step_case(x, step);
+    end_case(x);
 }
 
 /* ---- a backend whose ranks are fibers -------------------------------------------------------- */
@@ -686,25 +755,18 @@ static fsdp_mesh *make_mesh(fsdp_world *w, int outer, int inner, const int32_t *
     return mesh;
 }
 
-/* Opens both worlds of a rank; the desc is of the first. */
-static void open_worlds(rank_state *x, fsdp_world_desc *d, const fsdp_comm_ops *const ops[2],
-                        fsdp_threads *threads) {
-    for (int plain = 0; plain < 2; plain++) {
-        int32_t back[B_RANKS];
-        d->comm_ops = ops[plain];
-        d->threads = threads ? &threads[plain] : NULL;
-        d->user = plain ? x : NULL;
-        CALL(NULL, fsdp_init(d, &x->world[plain]));
-        fsdp_world *w = x->world[plain];
-        for (int r = 0; r < x->ranks; r++) back[r] = x->ranks - 1 - r;
-        CALL(w, fsdp_mesh_1d(w, "shard", &x->line[plain]));
-        for (int s = 0; s < b_axis_counts[B_SPLIT]; s++) {
-            int shards = b_splits[s].shards, replicas = b_splits[s].replicas;
-            if (shards * replicas != x->ranks) continue;
-            x->mesh[plain][s] = make_mesh(w, replicas, shards, NULL, 1);
-            x->reversed[plain][s] = make_mesh(w, replicas, shards, back, 1);
-            x->swapped[plain][s] = make_mesh(w, shards, replicas, NULL, 0);
-        }
+/* The meshes of one of a rank's worlds: in order, reversed, and with dims swapped. */
+static void make_meshes(rank_state *x, int plain) {
+    fsdp_world *w = x->world[plain];
+    int32_t back[B_RANKS];
+    for (int r = 0; r < x->ranks; r++) back[r] = x->ranks - 1 - r;
+    CALL(w, fsdp_mesh_1d(w, "shard", &x->line[plain]));
+    for (int s = 0; s < b_axis_counts[B_SPLIT]; s++) {
+        int shards = b_splits[s].shards, replicas = b_splits[s].replicas;
+        if (shards * replicas != x->ranks) continue;
+        x->mesh[plain][s] = make_mesh(w, replicas, shards, NULL, 1);
+        x->reversed[plain][s] = make_mesh(w, replicas, shards, back, 1);
+        x->swapped[plain][s] = make_mesh(w, shards, replicas, NULL, 0);
     }
 }
 
@@ -713,9 +775,13 @@ static void close_worlds(rank_state *x) {
 }
 
 static void fiber_begin(rank_state *x) {
-    const fsdp_comm_ops *const ops[2] = {&fiber_ops, &fiber_ops};
     fsdp_world_desc d = w_desc(x->rank, x->ranks, NULL, "fibers", 0);
-    open_worlds(x, &d, ops, NULL);
+    d.comm_ops = &fiber_ops;
+    for (int plain = 0; plain < 2; plain++) {
+        d.user = plain ? x : NULL;
+        CALL(NULL, fsdp_init(&d, &x->world[plain]));
+        make_meshes(x, plain);
+    }
 }
 
 static void fiber_case(rank_state *x) {
@@ -848,35 +914,49 @@ static void run_walk(int64_t from, int64_t end, uint64_t share, int whole) {
     munmap(w.seen, sizeof *w.seen);
 }
 
-/* ---- ranks as threads, on the shared-memory backend ------------------------------------------ */
+/* ---- on the shared-memory backend ------------------------------------------------------------ */
 
 typedef struct {
-    fsdp_threads threads[2];
+    const char *name;
+    int ranks, cases, lanes, processes;
+} place;
+
+typedef struct {
+    const place *at;
     int64_t cases;
     coverage *seen;
-} thread_walk;
+} real_walk;
 
-static void thread_rank(int rank, int ranks, void *arg) {
-    thread_walk *w = (thread_walk *)arg;
+static void next_case(const real_walk *w, rank_state *x, b_case *c, b_truth *truth, int64_t *number) {
+    do b_make_case(c, (*number)++, h_seed());
+    while (c->ranks != w->at->ranks && only_case() < 0);
+    b_make_truth(c, truth);
+    x->c = c, x->truth = truth;
+    if (!x->rank) note_case(w->seen, c);
+}
+
+/* Two models of one world in turn, of other cases. */
+static void real_rank(lab_rank *r) {
+    const real_walk *w = (const real_walk *)r->arg;
     fsdp_comm_ops plain = w_plain();
-    const fsdp_comm_ops *const ops[2] = {NULL, &plain};
-    fsdp_world_desc d = w_desc(rank, ranks, NULL, "exhaustive", 0);
-    rank_state *x = (rank_state *)lab_zeros(1, sizeof *x);
-    b_case *c = (b_case *)lab_zeros(1, sizeof *c);
-    b_truth *truth = (b_truth *)lab_zeros(1, sizeof *truth);
-    int64_t only = only_case(), k = only >= 0 ? only : b_grid_size();
-    x->rank = rank;
-    x->ranks = ranks;
-    open_worlds(x, &d, ops, w->threads);
-    x->c = c;
-    x->truth = truth;
-    for (int64_t done = 0; done < w->cases && (only < 0 || k == only); k++) {
-        b_make_case(c, k, h_seed());
-        if (c->ranks != ranks) continue;
-        b_make_truth(c, truth);
-        run_case(x);
-        if (!rank) note_case(w->seen, c);
-        done++;
+    rank_state *x = (rank_state *)lab_zeros(2, sizeof *x);
+    b_case *c = (b_case *)lab_zeros(2, sizeof *c);
+    b_truth *truth = (b_truth *)lab_zeros(2, sizeof *truth);
+    const int64_t only = only_case();
+    int64_t number = only >= 0 ? only : b_grid_size();
+    x->rank = r->rank, x->ranks = r->size;
+    for (int k = 0; k < 2; k++) {
+        x->world[k] = lab_world(r, k, w->at->lanes, k ? &plain : NULL);
+        make_meshes(x, k);
+    }
+    x[1] = x[0];
+    for (int64_t done = 0, models = 1; done < w->cases; done += models) {
+        models = only < 0 ? 3 - models : 1;
+        for (int k = 0; k < models; k++) next_case(w, &x[k], &c[k], &truth[k], &number), begin_case(&x[k]);
+        for (int step = 0; step < B_STEPS; step++)
+            for (int k = 0; k < models; k++) step_case(&x[k], step);
+        for (int k = 0; k < models; k++) end_case(&x[k]);
+        if (only >= 0) break;
     }
     close_worlds(x);
     free(truth);
@@ -884,16 +964,15 @@ static void thread_rank(int rank, int ranks, void *arg) {
     free(x);
 }
 
-static void run_threads(int ranks, int64_t cases) {
-    thread_walk w;
-    int64_t start = h_now_ms();
-    memset(&w, 0, sizeof w);
-    w.threads[0].size = w.threads[1].size = ranks;
-    w.cases = cases;
-    w.seen = (coverage *)lab_zeros(1, sizeof *w.seen);
-    h_ranks_thread(ranks, thread_rank, &w);
+static void run_real(const place *at, int64_t cases) {
+    real_walk w = {at, cases, NULL};
+    lab_how how = FSDP_ZERO;
+    const int64_t start = h_now_ms();
+    w.seen = (coverage *)lab_shared(sizeof *w.seen);
+    how.job = "exhaustive", how.bare = 1, how.processes = at->processes;
+    lab_run(at->ranks, &how, real_rank, &w);
     report(w.seen, 0, h_now_ms() - start);
-    free(w.seen);
+    munmap(w.seen, sizeof *w.seen);
 }
 
 /* ---- the tests ------------------------------------------------------------------------------- */
@@ -914,15 +993,13 @@ TEST(long_exhaustive, walk, SECONDS(1200) | NIGHT) {
     run_walk(0, 1200000, 1, 1);
 }
 
-static const struct {
-    const char *name;
-    int ranks, cases;
-} thread_rows[] = {{"N=1", 1, 2000}, {"N=2", 2, 2000}, {"N=3", 3, 300},
-                   {"N=4", 4, 300},  {"N=5", 5, 150},  {"N=6", 6, 150}};
+static const place places[] = {
+    {"N=1", 1, 2000, 0, 0},        {"N=2", 2, 1000, 0, 0},        {"N=3", 3, 300, 0, 0},
+    {"N=4", 4, 200, 0, 0},         {"N=5", 5, 80, 0, 0},          {"N=6", 6, 80, 0, 0},
+    {"N=1/lanes=1", 1, 300, 1, 0}, {"N=2/lanes=1", 2, 300, 1, 0}, {"N=3/lanes=2", 3, 80, 2, 0},
+    {"N=4/lanes=2", 4, 40, 2, 0},  {"N=2/processes", 2, 200, 0, 1}, {"N=3/processes", 3, 60, 1, 1}};
 
-TEST_P(exhaustive, threads, thread_rows) {
-    run_threads(row->ranks, W_SLOW ? row->cases / 3 : row->cases);
+TEST_P(exhaustive, ranks, places, BITS | (row->ranks > 3 ? MANY_RANKS : row->ranks == 2 ? VALGRIND : 0)) {
+    run_real(row, W_SLOW ? row->cases / 3 : row->cases);
 }
-TEST_P(long_exhaustive, threads, thread_rows, SECONDS(300) | NIGHT) {
-    run_threads(row->ranks, row->cases * (W_SLOW ? 2 : 20));
-}
+TEST_P(long_exhaustive, ranks, places, SECONDS(300) | NIGHT) { run_real(row, row->cases * (W_SLOW ? 2 : 20)); }

@@ -1,17 +1,13 @@
-/* test_features.c - what is not needed every day: freezing and thawing, all-gather extensions,
-   hooks and custom collectives, offload, prefetch lists and budgets, gathers by hand, reset, norms,
-   units on several meshes, reports, recompute and evaluation. Thread ranks train a small net;
-   parameters are compared bit by bit with a brute-force model, and ops with what an observer sees.
-
-   Gradients are small integers, so that their sum is exact in any order, and a step is g = sum/N,
-   p -= lr*g in f32: the model needs no care to get the library's bits.
+/* test_features.c - freezing between steps, extensions, hooks, custom collectives, prefetch budgets, reports
+   Threads train a small net, also over Gloo and NCCL. Parameters are compared bit by bit with lab_net.h, ops
+   with what an observer sees. Gradients are small integers, so that their sum is exact in any order. A step is
+   g = sum/N, p -= lr*g in f32, and the model gets the library's bits in one loop.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | AT_NIGHT(TSAN)
 #include "harness.h"
 #include <math.h> /* fabs, pow */
 #include "lab_net.h"
-#include "sim.h"
 
 enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = LAB_NUMEL, RANKS = 4 };
 
@@ -32,15 +28,13 @@ typedef struct job job;
 enum { MESH_1D, MESH_HSDP };
 
 typedef struct config { /* of a run; the same on all ranks */
-    int world, lanes, mesh, variant, first, stride;
+    int world, lanes, mesh, variant;
     int reduce_unused; /* fsdp_set_reduce_scatter_unused_params */
     fsdp_model_desc md;
     int reshard[UNITS];
     fsdp_gather_extension *extension; /* of params with (u + i) even */
     const fsdp_comm_ops *comm_ops;
-    const fsdp_device_ops *device_ops;
     void (*body)(job *j);
-    uint64_t digest[RANKS]; /* of what came out: runs that must agree bit by bit */
 } config;
 
 struct job {
@@ -48,7 +42,7 @@ struct job {
     config *c;
     w_heap *heap;
     fsdp_world *w;
-    fsdp_mesh *mesh;
+    const fsdp_mesh *mesh;
     lab_built m;
     lab_truth t;
     int step, born_frozen[ALL];
@@ -215,15 +209,6 @@ static void train_step(job *j) {
     update(j);
 }
 
-static void digest(job *j) {
-    fsdp_param_view v = FSDP_ZERO;
-    uint64_t h = 1469598103934665603u;
-    while (fsdp_next_param(j->m.model, &v))
-        for (size_t k = 0; k < (size_t)v.numel * sizeof(float); k++)
-            h = (h ^ ((const unsigned char *)v.shard)[k]) * 1099511628211u;
-    j->c->digest[j->rank] = h;
-}
-
 /* ---- starting ranks -------------------------------------------------------------------------- */
 
 static void on_rank(lab_rank *r) {
@@ -241,7 +226,7 @@ static void on_rank(lab_rank *r) {
 static void launch(config *c) {
     lab_how how = FSDP_ZERO;
     how.job = "features", how.lanes = c->lanes;
-    how.comm_ops = c->comm_ops, how.device_ops = c->device_ops;
+    how.comm_ops = c->comm_ops;
     lab_run(c->world, &how, on_rank, c);
 }
 
@@ -291,15 +276,6 @@ static void everywhere(void (*body)(job *j), int variants) {
 
 static void set_frozen(job *j, int p, int frozen) { lab_freeze(&j->m, p, frozen); }
 
-/* Memory and collectives of a model in which these are frozen, after three steps. */
-static void steady(job *j, fsdp_memory *memory, int *first) {
-    train_step(j);
-    train_step(j);
-    *first = j->log.num;
-    train_step(j);
-    CALL(j->w, fsdp_model_memory(j->m.model, memory));
-}
-
 static void check_same_memory(job *j, const fsdp_memory *a, const fsdp_memory *b) {
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
         W_CHECK(a->pool_bytes[pool] == b->pool_bytes[pool] &&
@@ -309,62 +285,6 @@ static void check_same_memory(job *j, const fsdp_memory *a, const fsdp_memory *b
                 b->pool_slots[pool]);
     (void)j;
 }
-
-/* Frozen at creation, before the first hook, and later: the same layout, and less of it for
-   gradients than when everything is trained. */
-static void freeze_when(job *j) {
-    static const int which[] = {0, 4, 6, 8, 9, 10, 11}; /* one, two, and a whole unit */
-    fsdp_memory memory[4];
-    int64_t reduce_counts[4] = {0, 0, 0, 0};
-    for (int when = 0; when < 4; when++) { /* 3: nothing is frozen */
-        int first;
-        fsdp_model_destroy(j->m.model);
-        j->log.num = j->step = 0;
-        memset(j->born_frozen, 0, sizeof j->born_frozen);
-        for (size_t k = 0; k < sizeof which / sizeof *which; k++)
-            j->born_frozen[which[k]] = when == 0;
-        make_model(j);
-        if (when == 2) train_step(j);
-        for (size_t k = 0; k < sizeof which / sizeof *which && (when == 1 || when == 2); k++)
-            set_frozen(j, which[k], 1);
-        steady(j, &memory[when], &first);
-        for (int n = first; n < j->log.num; n++)
-            if (j->log.ops[n].kind == FSDP_OP_REDUCE_SCATTER ||
-                j->log.ops[n].kind == FSDP_OP_ALL_REDUCE)
-                reduce_counts[when] += (int64_t)j->log.ops[n].count;
-    }
-    check_same_memory(j, &memory[0], &memory[1]);
-    check_same_memory(j, &memory[0], &memory[2]);
-    W_CHECK(memory[0].pool_bytes[FSDP_POOL_SHARD_GRAD] < memory[3].pool_bytes[FSDP_POOL_SHARD_GRAD],
-            "shard gradients: %lld, not less than %lld",
-            (long long)memory[0].pool_bytes[FSDP_POOL_SHARD_GRAD],
-            (long long)memory[3].pool_bytes[FSDP_POOL_SHARD_GRAD]);
-    W_CHECK(memory[0].pool_bytes[FSDP_POOL_GRAD] <= memory[3].pool_bytes[FSDP_POOL_GRAD],
-            "gradient slots grew");
-    CHECK(reduce_counts[0] == reduce_counts[1] && reduce_counts[0] == reduce_counts[2]);
-    CHECK(reduce_counts[0] < reduce_counts[3] || j->n == 1);
-}
-TEST(freeze, when_does_not_matter) {
-    for (int s = 0; s < SETTINGS; s++) launch_at(s, freeze_when);
-}
-
-/* A unit of which nothing is trained reduces nothing; its forwards and backwards go on. */
-static void freeze_unit(job *j) {
-    make_model(j);
-    train_step(j);
-    for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 1);
-    for (int n = 0; n < 3; n++) {
-        int first = j->log.num;
-        train_step(j);
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[1]) +
-                         count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[1]),
-                     0);
-        CHECK_EQ_INT(gathers(j, first, j->m.unit[1]), gathers(j, first, j->m.unit[0]));
-    }
-    for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 0);
-    train_step(j);
-}
-TEST(freeze, whole_unit) { everywhere(freeze_unit, 1); }
 
 /* Every few steps others are frozen. Views move and are right; gradients that were not zeroed go
    along; nothing is allocated from the third step of a layout on. */
@@ -430,75 +350,6 @@ static void freeze_loses(job *j) {
     }
 }
 TEST(freeze, loses_the_gradient) { everywhere(freeze_loses, 1); }
-
-/* Setting what is set already changes nothing: not even an address. */
-static void freeze_again(job *j) {
-    fsdp_param_view before[ALL], after;
-    make_model(j);
-    set_frozen(j, 5, 1);
-    train_step(j);
-    for (int p = 0; p < ALL; p++) CALL(j->w, fsdp_param_at(j->m.model, p, &before[p]));
-    for (int p = 0; p < ALL; p++) set_frozen(j, p, j->m.frozen[p]);
-    for (int p = 0; p < ALL; p++) {
-        CALL(j->w, fsdp_param_at(j->m.model, p, &after));
-        CHECK(after.shard == before[p].shard);
-    }
-    int first = j->log.num;
-    train_step(j);
-    CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_MOVE, NULL), 0);
-    set_frozen(j, 4, 1); /* and back before anything needs the layout */
-    set_frozen(j, 4, 0);
-    train_step(j);
-}
-TEST(freeze, again) { everywhere(freeze_again, 1); }
-
-static void freeze_refused(job *j) {
-    make_model(j);
-    train_step(j);
-    CHECK_STATUS(fsdp_set_requires_grad(NULL, 0, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], PARAMS, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], -1, 0), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->m.unit[1]));
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0), "middle");
-    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
-    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "the model's backward has not ended: call fsdp_");
-    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "the model's backward has not ended: call fsdp_finalize_backward first");
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
-               "middle"); /* told again */
-    CALL(j->w, fsdp_zero_grad(j->m.model));
-    /* Gradients of a microbatch that are not reduced yet. */
-    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
-    forward(j);
-    backward_kept(j);
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
-               "[E203] set_requires_grad: unit '");
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
-               "[E203] set_requires_grad"); /* told again */
-    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
-    train_step(j); /* reduces both */
-    set_frozen(j, 0, 1);
-    train_step(j);
-}
-TEST(freeze, refused) {
-    for (int s = 2; s < 4; s++) launch_at(s, freeze_refused);
-}
-
-/* Integers are stored, but not trained. */
-static void freeze_integers(job *j) {
-    fsdp_param_desc d[2] = {fsdp_vec("w", 8), fsdp_vec("i", 8)};
-    make_empty_model(j);
-    d[1].dtype = FSDP_I32, d[1].frozen = 1;
-    j->m.unit[0] = lab_unit(j->w, j->m.model, NULL, d, 2);
-    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], 1, 1), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 1, 0));
-    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0));
-    CALL(j->w, fsdp_model_commit(j->m.model));
-}
-TEST(freeze, integers) { launch_at(2, freeze_integers); }
 
 /* ---- all-gather extensions ------------------------------------------------------------------- */
 
@@ -720,31 +571,6 @@ TEST(extension, failure) {
     }
 }
 
-static void extension_refused(job *j) {
-    fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_param_desc d = fsdp_vec("p", 8);
-    fsdp_gather_extension broken = quantised;
-    fsdp_unit *unit = NULL;
-    make_empty_model(j);
-    ud.params = &d, ud.num_params = 1;
-    for (int strings = -1; strings < 7; strings++) {
-        quant.wide = strings;
-        d.extension = &broken;
-        fsdp_status status = fsdp_fully_shard(j->m.model, &ud, &unit);
-        int good = strings >= 1 && strings <= FSDP_GATHER_TENSORS;
-        CHECK_STATUS(status, good ? FSDP_OK : FSDP_ERR_INVALID_ARG);
-        if (!good) W_CHECK(strstr(fsdp_last_error(j->w), "'p'"), "%s", fsdp_last_error(j->w));
-    }
-    quant.wide = 2;
-    broken.pre_all_gather = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
-    broken = quantised, broken.post_all_gather = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
-    broken = quantised, broken.sizes = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
-}
-TEST(extension, refused) { launch_at(0, extension_refused); }
-
 /* ---- hooks ----------------------------------------------------------------------------------- */
 
 typedef struct hooked { /* of one unit of one rank */
@@ -879,25 +705,26 @@ TEST(hooks, failure) {
     for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
 }
 
-/* INVALID_STATE of a user's function ends the world as any other failure of it does, and no call
-   has been refused: so the world fails with ABORTED. */
+/* Fails. INVALID_STATE ends the world as another failure does, with ABORTED, since no call was refused. */
 static fsdp_status refuses(void *user, const fsdp_param_view *v, void *stream) {
-    (void)user, (void)v, (void)stream;
-    return FSDP_ERR_INVALID_STATE;
+    (void)v, (void)stream;
+    return *(const fsdp_status *)user;
 }
-static void hook_refuses(job *j) {
+static void grad_hook_fails(job *j) {
+    fsdp_status of_hook = j->c->variant ? FSDP_ERR_IO : FSDP_ERR_INVALID_STATE;
+    const fsdp_status expected = j->c->variant ? FSDP_ERR_IO : FSDP_ERR_ABORTED;
     make_model(j);
-    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[1], 0, refuses, NULL));
+    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[1], 0, refuses, &of_hook));
     forward(j);
     (void)fsdp_pre_backward(j->m.unit[1]);
     (void)fsdp_grad(j->m.unit[1], 0);
     (void)fsdp_post_backward(j->m.unit[1]);
-    CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_ABORTED);
-    CHECK_STATUS(fsdp_world_status(j->w), FSDP_ERR_ABORTED);
+    CHECK_STATUS(fsdp_finalize_backward(j->m.model), expected);
+    CHECK_STATUS(fsdp_world_status(j->w), expected);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), expected);
+    lib_drain(j->w); /* nobody reads of_hook any more */
 }
-TEST(hooks, failure_as_a_refusal) {
-    for (int s = 0; s < 6; s++) launch_at(s, hook_refuses);
-}
+TEST(hooks, failure_of_an_optimizer_in_backward) { everywhere(grad_hook_fails, 2); }
 
 /* ---- addresses ------------------------------------------------------------------------------- */
 
@@ -1077,66 +904,11 @@ TEST(f16, sums_of_a_backend_that_does_not_divide) {
     }
 }
 
-/* FSDP over pairs, and a hook that sums over the other pairs in its own way: as HSDP. The sum is
-   of integers, so that its order does not matter. */
-static struct {
-    pthread_barrier_t all;
-    float sums[RANKS][2048];
-} meeting;
-static fsdp_status meet(void *user, fsdp_unit *unit, void *data, int64_t numel, fsdp_dtype dtype,
-                        void *stream) {
-    lib_wait(stream);
-    const job *j = (const job *)user;
-    (void)unit, (void)stream;
-    CHECK(dtype == FSDP_F32 && numel <= 2048);
-    memcpy(meeting.sums[j->rank], data, (size_t)numel * sizeof(float));
-    pthread_barrier_wait(&meeting.all);
-    for (int64_t k = 0; k < numel; k++)
-        ((float *)data)[k] = meeting.sums[j->rank % 2][k] + meeting.sums[j->rank % 2 + 2][k];
-    pthread_barrier_wait(&meeting.all);
-    return FSDP_OK;
-}
-static void own_hsdp(job *j) {
-    j->mesh = lab_slice(j->w, lab_mesh2(j->w, 2, 2, NULL, NULL), 1);
-    make_model(j);
-    for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], meet, j));
-        CALL(j->w, fsdp_set_gradient_divide_factor(j->m.model, j->m.unit[u], 4));
-    }
-    /* Only the pair tells who used what: all of it is used here, by each rank. */
-    for (int n = 0; n < 3; n++) {
-        forward(j);
-        for (int u = UNITS - 1; u >= 0; u--) {
-            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-            for (int i = 0; i < PARAMS; i++) {
-                float *g = (float *)fsdp_grad(j->m.unit[u], i);
-                int p = u * PARAMS + i;
-                for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
-                    g[k] = gradient(p, k, j->rank, n);
-                    for (int r = 0; r < RANKS; r++) j->t.kept[p][k] += (double)gradient(p, k, r, n);
-                }
-                j->t.has_kept[p] = 1;
-            }
-            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-            reduced(j, u);
-        }
-        CALL(j->w, fsdp_finalize_backward(j->m.model));
-        update(j);
-    }
-}
-TEST(hooks, custom_hsdp_all_reduce_hook) {
-    if (lab_shares_gpu()) SKIP("ranks that are threads need a GPU each");
-    CHECK_EQ_INT(pthread_barrier_init(&meeting.all, NULL, RANKS), 0);
-    for (int s = 6; s < 8; s++) launch_at(s, own_hsdp);
-
-    pthread_barrier_destroy(&meeting.all);
-}
-
 /* ---- an optimizer in backward ---------------------------------------------------------------- */
 
 typedef struct inner { /* of one rank */
     const job *j;
-    int calls[ALL], fail;
+    int calls[ALL];
 } inner;
 static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
     lib_wait(stream);
@@ -1147,7 +919,7 @@ static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *
     CHECK(v->shard_grad != NULL && v->requires_grad && v->grad_dtype == FSDP_F32);
     CHECK(v->unit == in->j->m.unit[p / PARAMS] && v->index == p % PARAMS);
     fsdp_sgd_update((float *)v->shard, (const float *)v->shard_grad, NULL, v->numel, &sgd);
-    return in->fail ? FSDP_ERR_IO : FSDP_OK;
+    return FSDP_OK;
 }
 
 static void in_backward(job *j) {
@@ -1198,47 +970,6 @@ static void in_backward(job *j) {
    test_post_acc_grad_hook_optim_parity. Done: once per reduction, not for a parameter without a
    gradient. SGD (PyTorch: AdamW with a schedule); the test writes the gradients. */
 TEST(hooks, optimizer_in_backward) { everywhere(in_backward, 2); }
-
-static void in_backward_fails(job *j) {
-    inner in;
-    fsdp_status status;
-    memset(&in, 0, sizeof in);
-    in.j = j, in.fail = 1;
-    make_model(j);
-    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[2], 0, step_in_backward, &in));
-    forward(j);
-    (void)fsdp_pre_backward(j->m.unit[2]);
-    CHECK(fsdp_grad(j->m.unit[2], 0) != NULL);
-    (void)fsdp_post_backward(j->m.unit[2]);
-    status = fsdp_finalize_backward(j->m.model);
-    CHECK(status != FSDP_OK);
-    if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
-    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
-}
-TEST(hooks, optimizer_in_backward_fails) {
-    for (int s = 0; s < 6; s++) launch_at(s, in_backward_fails);
-}
-
-static void hooks_refused(job *j) {
-    make_model(j);
-    CHECK_STATUS(fsdp_set_all_reduce_hook(NULL, double_sums, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(NULL, 0, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], PARAMS, NULL, NULL),
-                 FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], -1, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_custom_all_gather(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_custom_reduce_scatter(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_custom_all_reduce(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
-    CHECK_STATUS(fsdp_set_all_reduce_hook(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], 0, NULL, NULL),
-                 FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_all_gather(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_reduce_scatter(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_all_reduce(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
-}
-TEST(hooks, refused) { launch_at(2, hooks_refused); }
 
 /* ---- custom collectives ---------------------------------------------------------------------- */
 
@@ -1465,145 +1196,6 @@ static void with_replicas(void (*body)(job *j)) {
 TEST(custom, all_reduce) { with_replicas(custom_sums); }
 TEST(custom, all_reduce_fails) { with_replicas(failing_sums); }
 
-/* ---- offload --------------------------------------------------------------------------------- */
-
-/* The host's device, that knows which memory of which kind it has given. */
-static struct {
-    pthread_mutex_t lock;
-    struct {
-        char *ptr;
-        size_t size;
-        int kind;
-    } blocks[256];
-    int num;
-    int64_t bytes[2];
-} given = {PTHREAD_MUTEX_INITIALIZER, {{NULL, 0, 0}}, 0, {0, 0}};
-
-static fsdp_status given_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
-    fsdp_status status = lib_host_ops()->alloc(device, kind, size, ptr);
-    if (status) return status;
-    pthread_mutex_lock(&given.lock);
-    CHECK(given.num < 256 && (kind == FSDP_MEMORY_DEVICE || kind == FSDP_MEMORY_PINNED));
-    given.blocks[given.num].ptr = (char *)*ptr, given.blocks[given.num].size = size;
-    given.blocks[given.num++].kind = kind;
-    given.bytes[kind] += (int64_t)size;
-    pthread_mutex_unlock(&given.lock);
-    return FSDP_OK;
-}
-static void given_free(fsdp_device *device, int kind, void *ptr, size_t size) {
-    int n = 0;
-    pthread_mutex_lock(&given.lock);
-    while (n < given.num && given.blocks[n].ptr != (char *)ptr) n++;
-    CHECK(n < given.num && given.blocks[n].kind == kind && given.blocks[n].size == size);
-    given.blocks[n] = given.blocks[--given.num];
-    given.bytes[kind] -= (int64_t)size;
-    pthread_mutex_unlock(&given.lock);
-    lib_host_ops()->free(device, kind, ptr, size);
-}
-static int is_pinned(const void *ptr) {
-    int found = 0;
-    pthread_mutex_lock(&given.lock);
-    for (int n = 0; n < given.num; n++)
-        found |= given.blocks[n].kind == FSDP_MEMORY_PINNED &&
-                 (const char *)ptr >= given.blocks[n].ptr &&
-                 (const char *)ptr < given.blocks[n].ptr + given.blocks[n].size;
-    pthread_mutex_unlock(&given.lock);
-    return found;
-}
-
-/* Each gather is from a copy of the shard, and each reduction ends with a copy to the gradient. */
-static void check_offload_order(job *j, int first) {
-    for (int n = first; n < j->log.num; n++) {
-        const fsdp_op *op = &j->log.ops[n];
-        int collective = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
-                         (op->kind == FSDP_OP_ALL_REDUCE && op->label != FSDP_LABEL_CLIP);
-        if (collective)
-            W_CHECK(!is_pinned(op->src_ptr) && !is_pinned(op->dst_ptr), "%s of host memory",
-                    fsdp_op_name(op->kind));
-        if (op->label == FSDP_LABEL_COPY_IN)
-            W_CHECK(is_pinned(op->src_ptr) && !is_pinned(op->dst_ptr), "copy_in");
-        if (op->label == FSDP_LABEL_RED_OUT)
-            W_CHECK(is_pinned(op->dst_ptr) && !is_pinned(op->src_ptr), "red_out");
-    }
-    for (int u = 0; u < UNITS; u++) {
-        int in = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]);
-        int gather = next_op(j, first, FSDP_OP_ALL_GATHER, -1, j->m.unit[u]);
-        int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
-        int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
-        int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]);
-        CHECK(in >= 0 && out >= 0);
-        W_CHECK(gather < 0 || in < gather, "the gather comes before its copy");
-        W_CHECK(scatter < out && sum < out, "the copy to the gradient comes too early");
-        CHECK((gather >= 0) == (shards_of(j) > 1) && (scatter >= 0) == (shards_of(j) > 1));
-        CHECK((sum >= 0) == (j->c->mesh == MESH_HSDP));
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]), 2);
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]), 1);
-    }
-}
-
-static void offload_body(job *j) {
-    fsdp_memory memory;
-    double norm;
-    make_model(j);
-    for (int n = 0; n < 4; n++) {
-        int first = j->log.num;
-        forward(j);
-        backward(j);
-        if (j->c->md.cpu_offload) check_offload_order(j, first);
-        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
-        if (n == 2) set_frozen(j, 4, 1), j->t.has[4] = 0;
-        if (n == 3) set_frozen(j, 4, 0);
-        update(j);
-    }
-    CALL(j->w, fsdp_model_memory(j->m.model, &memory));
-    CALL(j->w, fsdp_barrier(j->w));
-    if (j->c->md.cpu_offload) {
-        fsdp_param_view v = FSDP_ZERO;
-        int64_t want = memory.pool_bytes[FSDP_POOL_SHARD] + memory.pool_bytes[FSDP_POOL_SHARD_GRAD];
-        want += W_ASAN * 4096 *
-                (memory.pool_slots[FSDP_POOL_SHARD] + /* after each buffer */
-                 memory.pool_slots[FSDP_POOL_SHARD_GRAD]);
-        W_CHECK(given.bytes[FSDP_MEMORY_PINNED] == want * j->n, "%lld bytes pinned, expected %lld",
-                (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
-        while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
-    } else {
-        CHECK_EQ_INT(given.bytes[FSDP_MEMORY_PINNED], 0);
-    }
-    for (int p = 0; p < ALL; p++) {
-        float full[MOST];
-        CALL(j->w, fsdp_param_full(j->m.unit[p / PARAMS], p % PARAMS, full));
-        CHECK_EQ_MEM(full, j->t.weight[p], (size_t)lab_numel_of(&net, p) * sizeof(float));
-    }
-    digest(j);
-    CALL(j->w, fsdp_barrier(j->w)); /* others still look at what is given */
-}
-
-/* The same bits with and without; with casts too. */
-TEST(offload, same_bits, NO(NCCL) | AT_NIGHT(ASAN)) {
-    fsdp_device_ops device = *lib_host_ops();
-    int runs = 0;
-    device.alloc = given_alloc;
-    device.free = given_free;
-    for (int s = 0; s < SETTINGS; s++)
-        for (int cast = 0; cast < 2; cast++) {
-            uint64_t seen[RANKS];
-            for (int offload = 0; offload < 2; offload++, runs++) {
-                config *c = setup(s, offload_body);
-                c->device_ops = &device;
-                c->md.cpu_offload = offload;
-                c->md.param_dtype = cast ? FSDP_BF16 : FSDP_DTYPE_KEEP;
-                if (cast) c->md.reduce_dtype = FSDP_F32;
-                launch(c);
-                for (int r = 0; r < c->world; r++)
-                    CHECK_MSG(!offload || c->digest[r] == seen[r], "setting %d, rank %d", s, r);
-                memcpy(seen, c->digest, sizeof seen);
-                CHECK_EQ_INT(given.num, 0);
-                munmap(c, sizeof *c);
-            }
-        }
-    h_message("%d runs", runs);
-}
-
 /* ---- prefetch -------------------------------------------------------------------------------- */
 
 enum { DEEP = 6 };
@@ -1665,12 +1257,12 @@ static void check_prefetched(job *j, int first, fsdp_unit **units, int backward,
     CHECK(issued == DEEP && uses == DEEP);
 }
 
-/* variant: depth of the lists; reshard[0]: the budget, in slots (0: none). */
+/* variant: depth of the lists; reshard[0]: how many slots the budget holds. */
 static void prefetch_body(job *j) {
     int hides = j->c->lanes > 0 || lib_on_streams(j->w);
     fsdp_unit *units[DEEP] = {NULL};
     fsdp_memory memory;
-    int depth = j->c->variant, budget = (int)j->c->reshard[0] ? j->c->reshard[0] : DEEP;
+    int depth = j->c->variant, budget = j->c->reshard[0];
     int sees = j->n > 1;
     make_empty_model(j);
     make_deep(j, units, depth, depth);
@@ -1699,12 +1291,12 @@ TEST(prefetch, depth_and_budget, AT_NIGHT(ASAN)) {
     for (int s = 0; s < SETTINGS; s++) {
         if (settings[s].mesh == MESH_HSDP || settings[s].world == 3) continue; /* padded there */
         for (int depth = 0; depth <= 3; depth++)
-            for (int budget = 0; budget <= 3; budget++, runs++) {
+            for (int budget = 0; budget <= 4; budget++, runs++) {
                 config *c = setup(s, prefetch_body);
                 c->md.direct_min = 1; /* nothing is copied out: the slot is W shards */
                 c->variant = depth;
-                c->reshard[0] = budget;
-                c->md.prefetch_bytes = budget * slot + (depth % 2 && budget ? slot / 2 : 0);
+                c->reshard[0] = budget < 4 ? budget : DEEP; /* 4: no budget */
+                c->md.prefetch_bytes = budget < 4 ? 1 + budget * slot + (depth % 2 ? slot / 2 : 0) : 0;
                 launch(c);
                 munmap(c, sizeof *c);
             }
@@ -1712,432 +1304,9 @@ TEST(prefetch, depth_and_budget, AT_NIGHT(ASAN)) {
     h_message("%d models", runs);
 }
 
-/* A budget below one slot: nothing is gathered ahead. */
-static void no_budget(job *j) {
-    fsdp_unit *units[DEEP] = {NULL};
-    make_empty_model(j);
-    make_deep(j, units, 2, 2);
-    for (int n = 0; n < 2; n++) {
-        int first = j->log.num;
-        deep_forward(j, units);
-        check_prefetched(j, first, units, 0, 0, 0);
-        first = j->log.num;
-        deep_backward(j, units);
-        check_prefetched(j, first, units, 1, 0, 0);
-    }
-}
-TEST(prefetch, no_budget) {
-    for (int s = 2; s < 8; s++) {
-        config *c = setup(s, no_budget);
-        c->md.prefetch_bytes = 1;
-        launch(c);
-        munmap(c, sizeof *c);
-    }
-}
-
-/* Streams, with every access checked and a clock: the same order of ops; a list hides gathers. */
-static void sim_call(sim *s, fsdp_status status) {
-    CHECK_MSG(status == FSDP_OK, "%s", fsdp_last_error(s->world));
-}
-static int64_t sim_train(int async, int depth, int implicit, int *gathered, int *ahead) {
-    sim s;
-    fsdp_model *model = NULL;
-    fsdp_unit *units[DEEP] = {NULL};
-    fsdp_model_desc md = FSDP_ZERO;
-    int64_t start = 0;
-    sim_init(&s, 4, 1);
-    s.async = async, s.checks = 1;
-    CHECK(sim_open(&s) != NULL);
-    md.direct_min = 1;
-    md.implicit_prefetch = implicit;
-    sim_call(&s, fsdp_model_create(s.world, &md, &model));
-    for (int u = 0; u < DEEP; u++) {
-        fsdp_param_desc d = fsdp_mat("w", 8, 512);
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = &d, ud.num_params = 1;
-        sim_call(&s, fsdp_fully_shard(model, &ud, &units[u]));
-    }
-    for (int u = 0; u < DEEP; u++) {
-        fsdp_unit *list[2][DEEP];
-        int num[2] = {0, 0};
-        for (int k = 1; k <= depth; k++) {
-            if (u + k < DEEP) list[0][num[0]++] = units[u + k];
-            if (u - k >= 0) list[1][num[1]++] = units[u - k];
-        }
-        sim_call(&s, fsdp_set_modules_to_forward_prefetch(units[u], list[0], num[0]));
-        sim_call(&s, fsdp_set_modules_to_backward_prefetch(units[u], list[1], num[1]));
-    }
-    sim_call(&s, sim_watch(&s, model));
-    for (int step = 0; step < 3; step++) {
-        start = sim_end(&s);
-        s.num_ops = 0;
-        for (int n = 0; n < 2 * DEEP; n++) {
-            int u = n < DEEP ? n : 2 * DEEP - 1 - n;
-            sim_call(&s, n < DEEP ? fsdp_pre_forward(units[u]) : fsdp_pre_backward(units[u]));
-            sim_read(&s, "data", fsdp_data(units[u], 0), 8 * 512 * 4);
-            if (n >= DEEP) sim_write(&s, "grad", fsdp_grad(units[u], 0), 8 * 512 * 4);
-            sim_compute(&s, 8000);
-            sim_host_waits(&s); /* as a program that looks at each layer's output */
-            sim_call(&s, n < DEEP ? fsdp_post_forward(units[u]) : fsdp_post_backward(units[u]));
-        }
-        sim_call(&s, fsdp_finalize_backward(model));
-        sim_call(&s, fsdp_zero_grad(model));
-        sim_host_waits(&s);
-    }
-    int64_t took = sim_end(&s) - start;
-    int issued = 0, uses = 0;
-    for (int n = *ahead = 0; n < s.num_ops; n++) {
-        issued += s.ops[n].kind == FSDP_OP_ALL_GATHER;
-        uses += s.ops[n].kind == FSDP_OP_WAIT && s.ops[n].label == FSDP_LABEL_GATHER;
-        if (s.ops[n].kind == FSDP_OP_HOOK && issued - uses > *ahead) *ahead = issued - uses;
-    }
-    *gathered = issued;
-    CHECK_MSG(s.races == 0, "%s", s.race);
-    CHECK_EQ_INT(sim_close(&s), 0);
-    return took;
-}
-TEST(prefetch, streams) {
-    int64_t took[4];
-    for (int async = 0; async < 2; async++)
-        for (int depth = 0; depth <= 3; depth++) {
-            int gathered, ahead;
-            took[depth] = sim_train(async, depth, FSDP_PREFETCH_NEVER, &gathered, &ahead);
-            CHECK_EQ_INT(gathered, 2 * DEEP);
-            CHECK_EQ_INT(ahead, depth);
-            if (!async) continue;
-            /* Each takes 1000 + 12288/10 ns; all but the first of each direction are hidden. */
-            CHECK_MSG(depth == 0 || took[0] - took[depth] >= 2 * (DEEP - 1) * 2228,
-                      "depth %d: %lld ns, without %lld", depth, (long long)took[depth],
-                      (long long)took[0]);
-        }
-    h_message("streams: %lld, %lld, %lld, %lld ns for depths 0 to 3", (long long)took[0],
-              (long long)took[1], (long long)took[2], (long long)took[3]);
-}
-
-static void prefetch_refused(job *j) {
-    fsdp_unit *other_unit = NULL, *list[2];
-    fsdp_model *model = NULL;
-    make_model(j);
-    model = j->m.model;
-    list[0] = j->m.unit[1], list[1] = NULL;
-    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(NULL, list, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], NULL, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], list, 2), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, -1),
-                 FSDP_ERR_INVALID_ARG);
-    make_empty_model(j);
-    fsdp_unit_desc ud = FSDP_ZERO;
-    other_unit = add_unit(j, 0, &ud);
-    list[1] = other_unit;
-    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, 2),
-                 FSDP_ERR_INVALID_ARG);
-    fsdp_model_destroy(j->m.model);
-    j->m.model = model;
-    train_step(j);
-}
-TEST(prefetch, refused) { launch_at(2, prefetch_refused); }
-
-/* ---- gathers by hand ------------------------------------------------------------------------- */
-
-/* Backward of units that need no parameters gathers nothing, and nothing of them ahead. */
-static void no_unshard_in_backward(job *j) {
-    make_model(j);
-    for (int n = 0; n < 4; n++) {
-        int first, off = n % 2, which = n < 2 ? -1 : 1; /* all units, or one */
-        for (int u = 0; u < UNITS; u++)
-            CALL(j->w, fsdp_set_unshard_in_backward(j->m.model, j->m.unit[u], 1));
-        CALL(j->w,
-             fsdp_set_unshard_in_backward(j->m.model, which < 0 ? NULL : j->m.unit[which], !off));
-        forward(j);
-        first = j->log.num;
-        for (int u = UNITS - 1; u >= 0; u--) {
-            int without = off && (which < 0 || which == u);
-            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-            CHECK((fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED) == without);
-            if (!without) check_data(j, u);
-            write_grads(j, u);
-            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-            reduced(j, u);
-            CHECK_EQ_INT(gathers(j, first, j->m.unit[u]), shards_of(j) > 1 && !without);
-        }
-        CALL(j->w, fsdp_finalize_backward(j->m.model));
-        update(j);
-    }
-}
-TEST(unshard, not_in_backward) { everywhere(no_unshard_in_backward, 1); }
-
-static void unshard_ahead(job *j) {
-    int many = shards_of(j) > 1;
-    make_model(j);
-    train_step(j);
-    for (int n = 0; n < 3; n++) {
-        int first = j->log.num;
-        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u])); /* all, up front */
-        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
-        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u]));
-        for (int u = 0; u < UNITS; u++)
-            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_IN_FLIGHT &&
-                  fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE);
-        CALL(j->w, fsdp_wait(j->m.unit[1]));
-        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_UNSHARDED);
-        check_data(j, 1); /* valid before any hook */
-        CALL(j->w, fsdp_wait(j->m.unit[1]));
-        forward(j);
-        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
-        backward(j);
-        CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
-        update(j);
-        for (int u = 0; u < UNITS; u++) { /* nothing to do */
-            CALL(j->w, fsdp_wait(j->m.unit[u]));
-            CALL(j->w, fsdp_reshard(j->m.unit[u]));
-            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED);
-        }
-        CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
-        /* In flight while the parameters change: gathered again, and right. */
-        CALL(j->w, fsdp_unshard(j->m.unit[0]));
-        CALL(j->w, fsdp_unshard(j->m.unit[2]));
-        CALL(j->w, fsdp_wait(j->m.unit[2]));
-        CALL(j->w, fsdp_params_changed(j->m.model));
-        first = j->log.num;
-        forward(j);
-        CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
-        backward(j);
-        update(j);
-        /* Freed by hand between post_forward and backward. */
-        for (int u = 0; u < UNITS; u++)
-            CALL(j->w,
-                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_NEVER));
-        forward(j);
-        first = j->log.num;
-        CALL(j->w, fsdp_reshard(j->m.unit[1]));
-        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_SHARDED);
-        backward(j);
-        CHECK_EQ_INT(gathers(j, first, NULL), many);
-        update(j);
-        for (int u = 0; u < UNITS; u++)
-            CALL(j->w,
-                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_ALWAYS));
-    }
-}
-TEST(unshard, ahead) { everywhere(unshard_ahead, 1); }
-
-/* ---- reset ----------------------------------------------------------------------------------- */
-
-enum {
-    R_PRE_F,
-    R_POST_F,
-    R_PRE_B,
-    R_POST_B,
-    R_UNSHARD,
-    R_WAIT,
-    R_RESHARD,
-    R_GRAD,
-    R_FINALIZE,
-    R_SYNC,
-    R_ALL_REDUCE,
-    R_CHANGED
-};
-typedef struct action {
-    int what, unit; /* a unit, or a value */
-} action;
-
-/* Two microbatches: nested and open units, gathers by hand, recompute; the first one is not
-   reduced, or not over the replicas. Interrupted behind each call, so in each state of each unit. */
-static const action interrupted[] = {
-    {R_SYNC, 0},    {R_UNSHARD, 2},    {R_PRE_F, 0},    {R_PRE_F, 1},      {R_POST_F, 1},
-    {R_PRE_F, 2},   {R_POST_F, 2},     {R_POST_F, 0},   {R_PRE_B, 2},      {R_GRAD, 2},
-    {R_PRE_F, 2},   {R_POST_F, 2},     {R_POST_B, 2},   {R_PRE_B, 1},      {R_GRAD, 1},
-    {R_POST_B, 1},  {R_PRE_B, 0},      {R_GRAD, 0},     {R_POST_B, 0},     {R_FINALIZE, 0},
-    {R_SYNC, 1},    {R_ALL_REDUCE, 0}, {R_PRE_F, 0},    {R_POST_F, 0},     {R_PRE_F, 0},
-    {R_POST_F, 0},  {R_PRE_F, 1},      {R_PRE_F, 2},    {R_POST_F, 1},     {R_POST_F, 2},
-    {R_PRE_B, 0},   {R_GRAD, 0},       {R_PRE_F, 1},    {R_POST_F, 1},     {R_POST_B, 0},
-    {R_PRE_B, 1},   {R_GRAD, 1},       {R_PRE_B, 2},    {R_POST_B, 1},     {R_GRAD, 2},
-    {R_POST_B, 2},  {R_PRE_B, 0},      {R_FINALIZE, 0}, {R_ALL_REDUCE, 1}, {R_UNSHARD, 0},
-    {R_UNSHARD, 1}, {R_WAIT, 1},       {R_CHANGED, 0},  {R_PRE_F, 1},      {R_POST_F, 1},
-    {R_RESHARD, 0}, {R_PRE_B, 1},      {R_GRAD, 1},     {R_POST_B, 1},     {R_FINALIZE, 0}};
-enum { ACTIONS = sizeof interrupted / sizeof *interrupted };
-
-static void act(job *j, action a) {
-    fsdp_unit *u = j->m.unit[a.unit];
-    fsdp_status status = FSDP_OK;
-    switch (a.what) {
-    case R_PRE_F: status = fsdp_pre_forward(u); break;
-    case R_POST_F: status = fsdp_post_forward(u); break;
-    case R_PRE_B: status = fsdp_pre_backward(u); break;
-    case R_POST_B: status = fsdp_post_backward(u); break;
-    case R_UNSHARD: status = fsdp_unshard(u); break;
-    case R_WAIT: status = fsdp_wait(u); break;
-    case R_RESHARD: status = fsdp_reshard(u); break;
-    case R_FINALIZE: status = fsdp_finalize_backward(j->m.model); break;
-    case R_CHANGED: status = fsdp_params_changed(j->m.model); break;
-    case R_SYNC: status = fsdp_set_requires_gradient_sync(j->m.model, NULL, a.unit); break;
-    case R_ALL_REDUCE: status = fsdp_set_requires_all_reduce(j->m.model, NULL, a.unit); break;
-    case R_GRAD: write_grads(j, a.unit); break;
-    default: CHECK(0);
-    }
-    CALL(j->w, status);
-}
-
-static void check_reset(job *j) {
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_memory own;
-        W_CHECK(fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE &&
-                    fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED,
-                "unit %d is in state %d, storage %d", u, fsdp_unit_state(j->m.unit[u]),
-                fsdp_unit_storage(j->m.unit[u]));
-        CALL(j->w, fsdp_unit_memory(j->m.unit[u], &own));
-        for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
-            W_CHECK(own.pool_slots[pool] == 0, "unit %d holds a slot of %s", u,
-                    fsdp_pool_name(pool));
-        CHECK_STATUS(fsdp_post_forward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
-        CHECK_STATUS(fsdp_pre_backward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
-    }
-}
-
-static void reset_body(job *j) {
-    int64_t most = 0;
-    make_model(j);
-    train_step(j);
-    for (int round = 0; round < 2; round++) {
-        fsdp_memory memory;
-        for (int stop = j->c->first; stop <= ACTIONS; stop += j->c->stride) {
-            if (stop % 3 == 0) { /* a gradient that was not used yet is dropped, too */
-                forward(j);
-                backward(j);
-            }
-            for (int n = 0; n < stop; n++) act(j, interrupted[n]);
-            CALL(j->w, fsdp_model_reset(j->m.model));
-            memset(j->t.has, 0, sizeof j->t.has), memset(j->t.has_kept, 0, sizeof j->t.has_kept);
-            memset(j->t.kept, 0, sizeof j->t.kept);
-            check_reset(j);
-            check_grads(j);
-            check_params(j);
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
-            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
-            /* It tells of the calls that were refused above. */
-            CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
-            train_step(j);
-            j->log.num = 0;
-        }
-        CALL(j->w, fsdp_model_memory(j->m.model, &memory));
-        W_CHECK(round == 0 || memory.total_bytes == most, "%lld bytes, then %lld", (long long)most,
-                (long long)memory.total_bytes);
-        most = memory.total_bytes;
-    }
-}
-/* stride: of the places; each is in the turn of some setting. */
-static void reset_runs(int stride) {
-    int runs = 0;
-    for (int s = 0; s < SETTINGS; s++)
-        for (int v = 0; v < 3; v++, runs++) {
-            config *c = setup(s, reset_body);
-            int shards = c->mesh == MESH_HSDP ? c->world / 2 : c->world;
-            c->variant = v, c->stride = stride, c->first = (s + v) % stride;
-            if (v == 1) c->md.param_dtype = FSDP_BF16, c->md.reduce_dtype = FSDP_F32;
-            if (v == 2) c->reshard[0] = FSDP_RESHARD_NEVER;
-            if (v == 2 && shards % 2 == 0) c->reshard[1] = 2;
-            launch(c);
-            munmap(c, sizeof *c);
-        }
-    h_message("%d models, each interrupted at one in %d of %d places, twice", runs, stride,
-              ACTIONS + 1);
-}
-TEST(reset, behind_every_call, SLOW | AT_NIGHT(ASAN | GLOO)) { reset_runs(W_SLOW ? 11 : 7); }
-TEST(long_reset, behind_every_call, SECONDS(300) | NIGHT) { reset_runs(1); }
-
 /* ---- norms ----------------------------------------------------------------------------------- */
 
-/* sum |g|^p, or the largest, of what the model knows: the same on all ranks. */
-static double total_of(const job *j, int p, double power, double total) {
-    for (int64_t k = 0; k < lab_numel_of(&net, p) && j->t.has[p]; k++) {
-        double a = fabs((double)j->t.grad[p][k]);
-        if (power > 1e300) total = a > total ? a : total;
-        else total += pow(a, power);
-    }
-    return total;
-}
-static double norm_of(const job *j, double power) {
-    double total = 0;
-    for (int p = 0; p < ALL; p++) total = total_of(j, p, power, total);
-    return power > 1e300 ? total : pow(total, 1 / power);
-}
-
-/* The gradients are those of the model, multiplied by the coefficient. */
-static void check_scaled(job *j, double coefficient) {
-    fsdp_param_view v = FSDP_ZERO;
-    double worst = 0;
-    while (fsdp_next_param(j->m.model, &v))
-        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double want = (double)j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)];
-            want *= coefficient;
-            double off = fabs((double)((const float *)v.shard_grad)[k] - want);
-            if (off > worst * (1 + fabs(want))) worst = off / (1 + fabs(want));
-        }
-    W_CHECK(worst < 1e-6, "off by %g", worst);
-}
-
 static const double powers[] = {1, 2, 3, 2.5, 0};
-
-static void clip_body(job *j) {
-    uint64_t h = 1469598103934665603u;
-    make_model(j);
-    set_frozen(j, 6, 1);
-    for (int n = 0; n < 5; n++) {
-        fsdp_clip_desc d = FSDP_ZERO;
-        double power = n == 4 ? LAB_INF : powers[n], norm = -1, again = -1;
-        forward(j);
-        backward(j);
-        int first = j->log.num;
-        d.norm_type = power, d.max_norm = LAB_INF; /* measured only */
-        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
-        check_grads(j);
-        double want = norm_of(j, power);
-        W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
-                want);
-        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
-        CHECK(again == norm);
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), shards_of(j) > 1);
-        d.max_norm = 2 * norm; /* below it: nothing changes */
-        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &again));
-        CHECK(again == norm);
-        check_grads(j);
-        d.max_norm = norm / 8;
-        d.error_if_nonfinite = n % 2;
-        CALL(j->w, fsdp_clip_grads(j->m.model, &d, NULL));
-        again = -1;
-        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
-        CHECK(again == norm); /* before clipping */
-        double coefficient = norm / 8 / (norm + 1e-6);
-        check_scaled(j, coefficient);
-        if (n == 1) { /* the short form: 2 */
-            CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1e30, &again));
-            W_CHECK(fabs(again - norm * coefficient) < 1e-5 * norm, "%g, not %g", again,
-                    norm * coefficient);
-        }
-        for (size_t k = 0; k < sizeof norm; k++)
-            h = (h ^ ((const unsigned char *)&norm)[k]) * 1099511628211u;
-        CALL(j->w, fsdp_zero_grad(j->m.model));
-        update_reference(j);
-        for (int p = 0; p < ALL; p++) /* the parameters stay */
-            for (int64_t k = 0; k < MOST; k++) j->t.weight[p][k] = initial(p, k);
-    }
-    j->c->digest[j->rank] = h;
-}
-TEST(clip, norms) {
-    uint64_t seen[RANKS + 1][2];
-    memset(seen, 0, sizeof seen);
-    for (int s = 0; s < SETTINGS; s++) {
-        config *c = setup(s, clip_body);
-        c->reduce_unused = 1;
-        launch(c);
-        uint64_t *before = &seen[c->world][c->mesh];
-        for (int r = 0; r < c->world; r++) { /* the same bits on each rank and in each layout */
-            CHECK_MSG(!*before || *before == c->digest[r], "setting %d, rank %d", s, r);
-            *before = c->digest[r];
-        }
-        munmap(c, sizeof *c);
-    }
-}
 
 /* One element that is not finite, in one place of the shard group. */
 static float *spoil(job *j, double what, int holder) {
@@ -2198,117 +1367,6 @@ static void clip_nonfinite(job *j) {
     train_step(j); /* the world goes on */
 }
 TEST(clip, nonfinite) { everywhere(clip_nonfinite, 1); }
-
-static void clip_refused(job *j) {
-    const double bad[] = {0, -1, LAB_NAN, -LAB_INF};
-    double norm = 7;
-    make_model(j);
-    CHECK_STATUS(fsdp_grad_norm(j->m.model, &norm), FSDP_ERR_INVALID_STATE);
-    CHECK(norm == 7);
-    CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1, &norm)); /* no gradients at all */
-    CHECK(norm == 0);
-    CHECK_STATUS(fsdp_grad_norm(j->m.model, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_grad_norm(NULL, &norm), FSDP_ERR_INVALID_ARG);
-    forward(j);
-    backward(j);
-    for (size_t n = 0; n < sizeof bad / sizeof *bad; n++) {
-        fsdp_clip_desc d = FSDP_ZERO;
-        CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, bad[n], &norm), FSDP_ERR_INVALID_ARG);
-        d.max_norm = 1, d.norm_type = bad[n];
-        if (n) CHECK_STATUS(fsdp_clip_grads(j->m.model, &d, &norm), FSDP_ERR_INVALID_ARG);
-    }
-    CHECK_STATUS(fsdp_clip_grads(j->m.model, NULL, &norm), FSDP_ERR_INVALID_ARG); /* no max_norm */
-    CHECK_STATUS(fsdp_clip_grad_norm(NULL, 1, &norm), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
-    CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, 1, &norm), FSDP_ERR_INVALID_STATE);
-    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
-    check_grads(j);
-}
-TEST(clip, refused) { launch_at(2, clip_refused); }
-
-/* ---- several meshes in one model ------------------------------------------------------------- */
-
-/* On 4 ranks: the first unit over all of them, the middle one over pairs (so that two pairs train
-   two copies of it), the last one in HSDP. The middle one's gradients are of the pair alone. */
-static int pair_of(int rank) { return rank % 2; }
-
-static void mixed_backward(job *j) {
-    for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-        check_data(j, u);
-        for (int i = 0; i < PARAMS; i++) {
-            int p = u * PARAMS + i, n = u == 1 ? 2 : 4;
-            float *g = (float *)fsdp_grad(j->m.unit[u], i);
-            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
-                volatile float sum = 0, part = 1.0f / (float)n;
-                for (int r = 0; r < RANKS; r++)
-                    if (u != 1 || pair_of(r) == pair_of(j->rank))
-                        sum = sum + gradient(p, k, r, j->step);
-                g[k] += gradient(p, k, j->rank, j->step);
-                j->t.grad[p][k] = sum * part;
-            }
-            j->t.has[p] = 1;
-        }
-        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-    }
-    CALL(j->w, fsdp_finalize_backward(j->m.model));
-}
-
-/* What the gradients of the middle unit are in the other pair: only the norm wants to know. */
-static double mixed_norm(const job *j, double power) {
-    double total = 0;
-    for (int p = 0; p < ALL; p++) {
-        if (p / PARAMS != 1) total = total_of(j, p, power, total);
-        for (int pair = 0; pair < 2 && p / PARAMS == 1; pair++)
-            for (int64_t k = 0; k < lab_numel_of(&net, p); k++) {
-                float sum = gradient(p, k, pair, j->step) + gradient(p, k, pair + 2, j->step);
-                double a = fabs((double)(sum * 0.5f));
-                if (power > 1e300) total = a > total ? a : total;
-                else total += pow(a, power);
-            }
-    }
-    return power > 1e300 ? total : pow(total, 1 / power);
-}
-
-static void mixed_body(job *j) {
-    const fsdp_mesh *grid = lab_mesh2(j->w, 2, 2, "dp", "ep"), *pairs = lab_slice(j->w, grid, 0);
-    make_empty_model(j);
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_unit_desc ud = FSDP_ZERO;
-        if (u == 1) ud.mesh = pairs;
-        if (u == 2) ud.mesh = grid;
-        j->m.unit[u] = add_unit(j, u, &ud);
-    }
-    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
-    for (int n = 0; n < 5; n++) {
-        fsdp_clip_desc d = FSDP_ZERO;
-        double power = n == 4 ? LAB_INF : powers[n], norm, all[2];
-        forward(j);
-        int first = j->log.num;
-        mixed_backward(j);
-        for (int u = 0; u < UNITS; u++) {
-            int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
-            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
-            CHECK(scatter >= 0 && (sum >= 0) == (u == 2));
-            CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
-            if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
-        }
-        first = j->log.num;
-        d.max_norm = LAB_INF, d.norm_type = power;
-        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), 1);
-        double want = mixed_norm(j, power);
-        W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
-                want);
-        all[0] = norm, all[1] = -norm;
-        CALL(j->w, fsdp_all_reduce(j->w, NULL, all, 2, FSDP_F64, FSDP_MAX));
-        CHECK(all[0] == norm && all[1] == -norm);
-        update(j);
-    }
-}
-TEST(meshes, mixed) {
-    for (int s = 6; s < 8; s++) launch_at(s, mixed_body);
-}
 
 /* ---- reports --------------------------------------------------------------------------------- */
 

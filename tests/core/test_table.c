@@ -1,5 +1,6 @@
-/* test_table.c - which call is possible when, and what it does: every cell of the transition table,
-   and random calls against a small model of units that knows nothing of the library's own table.
+/* test_table.c - when each call is possible, what it does, and which arguments are refused
+   Every cell of the transition table is tried, and random calls are compared with a small model of units
+   that knows nothing of the library's own table.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -228,6 +229,7 @@ typedef struct {
     sim s;
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS];
+    fsdp_unit *added; /* to another model */
     int num_units;
     int64_t gathers, reductions; /* all_gather and reduce_scatter of units */
 } bed;
@@ -927,6 +929,322 @@ TEST_P(table, stale_copies_are_gathered_again, settings, row->world > 3 ? MANY_R
         CHECK_OK(fsdp_post_forward(b.units[i]));
     }
     CHECK_EQ_INT(b.gathers, row->world > 1 ? 4 : 0);
+    bed_close(&b);
+}
+
+/* ---- arguments that are refused --------------------------------------------------------------- */
+
+/* What PyTorch 2.15 refuses, and what it lets pass and makes no sense. Refused here, too, with a text that
+   says what to do; test_mesh.c (mesh.refused, mesh_info.refused) and test_faults.c (faults.model_descs,
+   faults.unit_descs, faults.null_and_range) have the other arguments. A row's call is made on two units
+   whose parameters are sharded over 4 ranks, after a step. It leaves the model as it was. */
+static fsdp_status add_to(bed *b, fsdp_model *m, const fsdp_unit_desc *desc, const fsdp_param_desc *params,
+                          int count) {
+    fsdp_unit_desc ud = *desc;
+    fsdp_unit *unit = b->units[0];
+    ud.params = params, ud.num_params = count;
+    const fsdp_status status = fsdp_fully_shard(m, &ud, &unit);
+    CHECK((status == FSDP_OK) == (unit != NULL));
+    if (!status) b->added = unit;
+    return status;
+}
+static fsdp_status add_vector(bed *b, const fsdp_unit_desc *desc, fsdp_param_desc p) {
+    fsdp_model *m = NULL;
+    CHECK_OK(fsdp_model_create(b->s.world, NULL, &m));
+    return add_to(b, m, desc, &p, 1);
+}
+static const fsdp_unit_desc plain_unit = FSDP_ZERO;
+
+static fsdp_status info_empty(bed *b) { /* fsdp_mesh_info_init has not filled it */
+    fsdp_mesh_info zero = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_model *m;
+    md.mesh_info = &zero;
+    return fsdp_model_create(b->s.world, &md, &m);
+}
+static fsdp_status mesh_queries(bed *b) { /* they return -1, and have no text */
+    fsdp_mesh *line = NULL;
+    CHECK_OK(fsdp_mesh_1d(b->s.world, "a", &line));
+    CHECK(fsdp_mesh_rank(line, -1) == -1 && fsdp_mesh_rank(line, 1) == -1);
+    CHECK_EQ_INT(fsdp_mesh_ranks(line, 1, NULL), -1);
+    return FSDP_OK;
+}
+static fsdp_status mixed_dtypes(bed *b) {
+    fsdp_param_desc p[2] = {fsdp_mat("w", 5, 3), fsdp_vec("b", 5)};
+    fsdp_model *m = NULL;
+    p[1].dtype = FSDP_BF16;
+    CHECK_OK(fsdp_model_create(b->s.world, NULL, &m));
+    return add_to(b, m, &plain_unit, p, 2);
+}
+static fsdp_status unit_late(bed *b) {
+    const fsdp_param_desc p = fsdp_vec("late", 4);
+    return add_to(b, b->model, &plain_unit, &p, 1);
+}
+static fsdp_status reshard_by(bed *b, int by_model, int by_unit) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    const fsdp_param_desc p = fsdp_vec("b", 4);
+    fsdp_model *m = NULL;
+    md.reshard_after_forward = by_model, ud.reshard_after_forward = by_unit;
+    const fsdp_status status = fsdp_model_create(b->s.world, &md, &m);
+    return status ? status : add_to(b, m, &ud, &p, 1);
+}
+static fsdp_status reshard_3(bed *b) { return reshard_by(b, 0, 3); }
+static fsdp_status reshard_8(bed *b) { return reshard_by(b, 0, 8); }
+static fsdp_status reshard_less(bed *b) { return reshard_by(b, 0, -2); }
+static fsdp_status reshard_model(bed *b) { return reshard_by(b, 3, 0); }
+static fsdp_status reshard_model_less(bed *b) { return reshard_by(b, -2, 0); }
+static fsdp_status unit_reduce_int(bed *b) {
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.reduce_dtype = FSDP_U8;
+    return add_vector(b, &ud, fsdp_vec("b", 3));
+}
+static fsdp_status unit_output_int(bed *b) {
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.output_dtype = FSDP_I8;
+    return add_vector(b, &ud, fsdp_vec("b", 3));
+}
+
+typedef struct {
+    int count;
+    int64_t nbytes;
+} told_sizes;
+static int ext_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    const told_sizes *t = (const told_sizes *)user;
+    for (int i = 0; i < t->count && i < FSDP_GATHER_TENSORS; i++) nbytes[i] = t->nbytes ? t->nbytes : shard_numel;
+    return t->count;
+}
+static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings, void *stream) {
+    (void)user, (void)view, (void)strings, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered, void *full,
+                            fsdp_dtype dtype, void *stream) {
+    (void)user, (void)view, (void)gathered, (void)full, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status extended(bed *b, fsdp_gather_extension e, int count, int64_t nbytes) {
+    told_sizes sizes = {count, nbytes};
+    fsdp_param_desc p = fsdp_mat("w", 5, 3);
+    e.user = &sizes;
+    p.extension = &e;
+    return add_vector(b, &plain_unit, p);
+}
+static const fsdp_gather_extension whole = {ext_sizes, ext_pre, ext_post, NULL},
+                                   no_post = {ext_sizes, ext_pre, NULL, NULL},
+                                   no_pre = {ext_sizes, NULL, ext_post, NULL},
+                                   no_sizes = {NULL, ext_pre, ext_post, NULL};
+static fsdp_status ext_no_post(bed *b) { return extended(b, no_post, 1, 0); }
+static fsdp_status ext_no_pre(bed *b) { return extended(b, no_pre, 1, 0); }
+static fsdp_status ext_no_sizes(bed *b) { return extended(b, no_sizes, 1, 0); }
+static fsdp_status ext_none(bed *b) { return extended(b, whole, 0, 0); }
+static fsdp_status ext_less(bed *b) { return extended(b, whole, -1, 0); }
+static fsdp_status ext_five(bed *b) { return extended(b, whole, FSDP_GATHER_TENSORS + 1, 0); }
+static fsdp_status ext_negative(bed *b) { return extended(b, whole, 1, -4); }
+static fsdp_status ext_four(bed *b) { return extended(b, whole, FSDP_GATHER_TENSORS, 0); }
+
+static fsdp_status set_reshard_int(bed *b) {
+    return fsdp_set_reshard_after_forward(b->model, b->units[0], 2);
+}
+static fsdp_unit *foreign(bed *b) {
+    CHECK_OK(add_vector(b, &plain_unit, fsdp_vec("b", 4)));
+    return b->added;
+}
+static fsdp_status prefetch_null(bed *b) {
+    fsdp_unit *list[2] = {b->units[1], NULL};
+    return fsdp_set_modules_to_forward_prefetch(b->units[0], list, 2);
+}
+static fsdp_status prefetch_null_back(bed *b) {
+    fsdp_unit *list[2] = {b->units[1], NULL};
+    return fsdp_set_modules_to_backward_prefetch(b->units[0], list, 2);
+}
+static fsdp_status prefetch_foreign(bed *b) {
+    fsdp_unit *list[2] = {b->units[1], foreign(b)};
+    return fsdp_set_modules_to_forward_prefetch(b->units[0], list, 2);
+}
+static fsdp_status prefetch_foreign_back(bed *b) {
+    fsdp_unit *list[2] = {b->units[1], foreign(b)};
+    return fsdp_set_modules_to_backward_prefetch(b->units[0], list, 2);
+}
+static fsdp_status prefetch_count(bed *b) {
+    return fsdp_set_modules_to_forward_prefetch(b->units[0], b->units, -1);
+}
+static fsdp_status prefetch_count_back(bed *b) {
+    return fsdp_set_modules_to_backward_prefetch(b->units[0], b->units, -1);
+}
+static fsdp_status prefetch_no_list(bed *b) {
+    return fsdp_set_modules_to_forward_prefetch(b->units[0], NULL, 1);
+}
+static fsdp_status factor_negative(bed *b) {
+    return fsdp_set_gradient_divide_factor(b->model, b->units[0], -2);
+}
+static fsdp_status factor_nan(bed *b) {
+    return fsdp_set_gradient_divide_factor(b->model, b->units[0], LAB_NAN);
+}
+static fsdp_status thaw_integers(bed *b) {
+    fsdp_param_desc p = fsdp_vec("codes", 5);
+    p.dtype = FSDP_U8, p.frozen = 1;
+    CHECK_OK(add_vector(b, &plain_unit, p));
+    CHECK_OK(fsdp_set_requires_grad(b->added, 0, 0));
+    return fsdp_set_requires_grad(b->added, 0, 1);
+}
+static fsdp_status thaw_unknown(bed *b) { return fsdp_set_requires_grad(b->units[0], NUM_PARAMS, 1); }
+static fsdp_status thaw_negative(bed *b) { return fsdp_set_requires_grad(b->units[0], -1, 0); }
+static fsdp_status hook_unknown(bed *b) {
+    return fsdp_set_post_accumulate_hook(b->units[0], NUM_PARAMS, NULL, NULL);
+}
+static fsdp_status hook_negative(bed *b) {
+    return fsdp_set_post_accumulate_hook(b->units[0], -1, NULL, NULL);
+}
+static fsdp_status no_unit(bed *b) {
+    const fsdp_status all[] = {fsdp_set_modules_to_forward_prefetch(NULL, b->units, 1),
+                               fsdp_set_modules_to_backward_prefetch(NULL, b->units, 1),
+                               fsdp_set_requires_grad(NULL, 0, 1),
+                               fsdp_set_all_reduce_hook(NULL, NULL, NULL),
+                               fsdp_set_post_accumulate_hook(NULL, 0, NULL, NULL),
+                               fsdp_set_custom_all_gather(NULL, NULL, NULL),
+                               fsdp_set_custom_reduce_scatter(NULL, NULL, NULL),
+                               fsdp_set_custom_all_reduce(NULL, NULL, NULL),
+                               fsdp_grad_norm(NULL, NULL),
+                               fsdp_grad_norm(b->model, NULL),
+                               fsdp_clip_grad_norm(NULL, 1, NULL)};
+    for (size_t k = 0; k < sizeof all / sizeof *all; k++) CHECK_STATUS(all[k], FSDP_ERR_INVALID_ARG);
+    return FSDP_OK;
+}
+static fsdp_status clip_by(bed *b, double max_norm, double norm_type) {
+    fsdp_clip_desc d = FSDP_ZERO;
+    d.max_norm = max_norm, d.norm_type = norm_type;
+    return fsdp_clip_grads(b->model, &d, NULL);
+}
+static fsdp_status clip_negative(bed *b) { return clip_by(b, -1, 0); }
+static fsdp_status clip_zero(bed *b) { return clip_by(b, 0, 0); }
+static fsdp_status clip_nan(bed *b) { return clip_by(b, LAB_NAN, 0); }
+static fsdp_status clip_short(bed *b) { return fsdp_clip_grad_norm(b->model, -LAB_INF, NULL); }
+static fsdp_status clip_norm(bed *b) { return clip_by(b, 1, -2); }
+static fsdp_status clip_norm_nan(bed *b) { return clip_by(b, 1, LAB_NAN); }
+static fsdp_status clip_norm_less(bed *b) { return clip_by(b, 1, -LAB_INF); }
+static fsdp_status clip_no_desc(bed *b) { return fsdp_clip_grads(b->model, NULL, NULL); }
+
+static fsdp_status set_replicated(bed *b) { /* one shard: nothing is kept or freed */
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info ddp;
+    fsdp_mesh *line = NULL;
+    fsdp_model *m = NULL;
+    const fsdp_param_desc p = fsdp_vec("b", 3);
+    CHECK_OK(fsdp_mesh_1d(b->s.world, "a", &line));
+    CHECK_OK(fsdp_mesh_info_init(line, FSDP_MESH_INFO_DDP, -1, 0, &ddp));
+    md.mesh_info = &ddp;
+    CHECK_OK(fsdp_model_create(b->s.world, &md, &m));
+    CHECK_OK(add_to(b, m, &plain_unit, &p, 1));
+    return fsdp_set_reshard_after_forward(m, b->added, FSDP_RESHARD_ALWAYS);
+}
+static fsdp_status flatten_to_taken(bed *b) {
+    fsdp_mesh *line = NULL, *flat = NULL;
+    CHECK_OK(fsdp_mesh_1d(b->s.world, "a", &line));
+    CHECK_OK(fsdp_mesh_flatten(line, "a", &flat));
+    CHECK_EQ_INT(fsdp_mesh_size(flat, 0), 4);
+    return FSDP_OK;
+}
+
+enum { ARG = FSDP_ERR_INVALID_ARG, STATE = FSDP_ERR_INVALID_STATE };
+static const struct {
+    const char *name, *upstream; /* the condition; what PyTorch raises or does */
+    fsdp_status (*call)(bed *);
+    int expected;     /* status */
+    const char *word; /* of the text */
+} refusals[] = {
+    {"mesh_info_not_filled", "TypeError", info_empty, ARG, "its mesh_info has no mesh"},
+    {"mesh_dim_unknown", "IndexError", mesh_queries, FSDP_OK, ""},
+    {"mixed_original_dtypes", "AssertionError", mixed_dtypes, ARG, "two units"},
+    {"unit_after_first_step", "(nothing)", unit_late, STATE, "before the first"},
+    {"reshard_no_factor", "ValueError", reshard_3, ARG, "divisor"},
+    {"reshard_more_than_ranks", "ValueError", reshard_8, ARG, "divisor"},
+    {"reshard_negative", "ValueError", reshard_less, ARG, "_NEVER"},
+    {"reshard_no_factor_model", "ValueError", reshard_model, ARG, "divisor"},
+    {"reshard_negative_model", "ValueError", reshard_model_less, ARG, "n >= 2"},
+    {"reduce_dtype_integer", "RuntimeError in backward", unit_reduce_int, ARG, "floating"},
+    {"output_dtype_integer", "RuntimeError in backward", unit_output_int, ARG, "floating"},
+    {"extension_without_post", "AssertionError", ext_no_post, ARG, "post_all_gather"},
+    {"extension_without_pre", "AssertionError", ext_no_pre, ARG, "pre_all_gather"},
+    {"extension_without_sizes", "(no such function)", ext_no_sizes, ARG, "sizes"},
+    {"extension_without_tensors", "IndexError", ext_none, ARG, "parameter 'w': its extension returned 0"},
+    {"extension_fewer_tensors", "IndexError", ext_less, ARG, "1..4"},
+    {"extension_five_tensors", "(nothing)", ext_five, ARG, "1..4"},
+    {"extension_negative_size", "(no such function)", ext_negative, ARG, "of sizes >= 0"},
+    {"set_reshard_int", "ValueError", set_reshard_int, ARG, "FSDP_RESHARD_ALWAYS"},
+    {"prefetch_no_unit", "ValueError", prefetch_null, ARG, "not a unit of"},
+    {"prefetch_no_unit_backward", "ValueError", prefetch_null_back, ARG, "not a unit of"},
+    {"prefetch_another_model", "(nothing)", prefetch_foreign, ARG, "of this model"},
+    {"prefetch_another_model_backward", "(nothing)", prefetch_foreign_back, ARG, "of this model"},
+    {"prefetch_negative_count", "TypeError", prefetch_count, ARG, "count"},
+    {"prefetch_negative_count_backward", "TypeError", prefetch_count_back, ARG, "count"},
+    {"prefetch_no_list", "TypeError", prefetch_no_list, ARG, "not a unit of"},
+    {"divide_factor_negative", "(nothing)", factor_negative, ARG, "factor"},
+    {"divide_factor_nan", "(nothing)", factor_nan, ARG, "factor"},
+    {"thaw_integer", "RuntimeError", thaw_integers, ARG, "floating"},
+    {"thaw_unknown", "(nothing)", thaw_unknown, ARG, "expected 0..3"},
+    {"thaw_negative", "(nothing)", thaw_negative, ARG, "expected 0..3"},
+    {"hook_of_unknown", "(nothing)", hook_unknown, ARG, "parameter 4"},
+    {"hook_of_negative", "(nothing)", hook_negative, ARG, "parameter -1"},
+    {"clip_to_a_negative_norm", "(nothing)", clip_negative, ARG, "max_norm"},
+    {"clip_to_zero", "(nothing)", clip_zero, ARG, "max_norm"},
+    {"clip_to_nan", "(nothing)", clip_nan, ARG, "max_norm"},
+    {"clip_to_minus_infinity", "(nothing)", clip_short, ARG, "max_norm"},
+    {"clip_negative_norm_type", "(p of any sign)", clip_norm, ARG, "norm_type"},
+    {"clip_norm_type_nan", "(nothing)", clip_norm_nan, ARG, "norm_type"},
+    {"clip_norm_type_minus_infinity", "(a norm)", clip_norm_less, ARG, "norm_type"},
+    {"clip_without_desc", "TypeError", clip_no_desc, ARG, "desc is NULL"},
+    {"no_unit", "(no such call)", no_unit, FSDP_OK, ""},
+    {"works_four_tensors", "(works)", ext_four, FSDP_OK, ""},
+    {"works_set_reshard_replicated", "AssertionError", set_replicated, FSDP_OK, ""},
+    {"works_flatten_to_a_taken_name", "ValueError", flatten_to_taken, FSDP_OK, ""},
+};
+
+/* Writes what can be seen of the model: addresses and values, memory, counters, states, its description. */
+static void picture(const bed *b, char *text, size_t size) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_counters c = FSDP_ZERO;
+    fsdp_memory m = FSDP_ZERO;
+    uint64_t hash = 1469598103934665603u;
+    while (fsdp_next_param(b->model, &v)) {
+        lab_fold(&hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        lab_fold(&hash, &v, sizeof v);
+    }
+    CHECK_OK(fsdp_model_memory(b->model, &m));
+    CHECK_OK(fsdp_model_counters(b->model, &c));
+    lab_fold(&hash, &m, sizeof m);
+    lab_fold(&hash, &c, sizeof c);
+    size_t used = (size_t)snprintf(text, size, "%llx ", (unsigned long long)hash);
+    for (int u = 0; u < b->num_units; u++)
+        used += (size_t)snprintf(text + used, size - used, "%d %d ", (int)fsdp_unit_state(b->units[u]),
+                                 (int)fsdp_unit_storage(b->units[u]));
+    CHECK(fsdp_model_describe(b->model, text + used, size - used) < size - used);
+}
+static void train_step(bed *b) {
+    for (int u = 0; u < b->num_units; u++) {
+        CHECK_OK(fsdp_pre_forward(b->units[u]));
+        CHECK_OK(fsdp_post_forward(b->units[u]));
+    }
+    for (int u = b->num_units - 1; u >= 0; u--) {
+        CHECK_OK(fsdp_pre_backward(b->units[u]));
+        CHECK(fsdp_grad(b->units[u], WEIGHT));
+        CHECK_OK(fsdp_post_backward(b->units[u]));
+    }
+    CHECK_OK(fsdp_finalize_backward(b->model));
+}
+
+TEST_P(table, refused, refusals) {
+    char before[4096], after[4096];
+    bed b;
+    bed_open(&b, &settings[1], 2);
+    train_step(&b);
+    picture(&b, before, sizeof before);
+    const fsdp_status got = row->call(&b);
+    CHECK_MSG((int)got == row->expected, "%s: %s", fsdp_status_name(got), fsdp_last_error(b.s.world));
+    if (got) CHECK_MSG(strstr(fsdp_last_error(b.s.world), row->word), "%s", fsdp_last_error(b.s.world));
+    picture(&b, after, sizeof after);
+    CHECK_EQ_STR(after, before);
+    train_step(&b); /* finalize does not return it again: only a call at a wrong time stops a step */
     bed_close(&b);
 }
 
