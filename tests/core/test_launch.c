@@ -160,7 +160,7 @@ static const found_row found[] = {
       "MASTER_PORT=29500"},
      "1/4/1",
      {"1", "", "tcp://n01:29500"}},
-    {"open_mpi_in_an_allocation", /* whose first host need not be that of rank 0 */
+    {"open_mpi_in_an_allocation", /* rank 0 need not be on its first host */
      {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "SLURM_JOB_ID=7001",
       "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
      "1/4/1",
@@ -504,8 +504,8 @@ TEST(launch, store_is_too_long) {
 #define FSDPRUN(rank, size) TORCHRUN(rank, size), "FSDP_JOB_ID=fsdprun-1"
 static const struct {
     const char *name, *variables[VARIABLES_MAX];
-    int rank, size;  /* of the desc */
-    const char *job; /* of the desc, too */
+    int rank, size;  /* set in the desc */
+    const char *job; /* set in the desc */
     int is_threads;
     const char *refused; /* part of the error text; NULL: a world of that size is opened */
 } desc_ranks[] = {
@@ -700,7 +700,7 @@ static const struct {
     {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
      {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"}},
-    {"mpirun_within_fsdprun", /* whose ranks all have the RANK of one of fsdprun's */
+    {"mpirun_within_fsdprun", /* its ranks all inherit the RANK of one fsdprun rank */
      {"RANK=0", "WORLD_SIZE=2", OMPI("1", "2", "1"), "FSDP_JOB_ID=fsdprun-77-1.2"},
      {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
     {"no_name_pmi",
