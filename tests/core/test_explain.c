@@ -153,7 +153,7 @@ static const struct {
     const char *name;
     setting s;
     int64_t
-        slots; /* that fit besides shards and shard gradients; -1: not even these */
+        slots; /* that there is memory for besides shards and shard gradients; -1: not even these */
     const char *pool, *says;
 } shortages[] = {
     {"nothing", {8, 1, 0, 0, 0, NULL}, -1, "shards", ". It needs less with "},
