@@ -72,8 +72,8 @@ typedef struct {
     int marks[8];                /* number of arrivals at each place: h_mark */
 } h_board;
 
-/* A test's tags, tags for make nightly only, refused tags, and timeout. A tag is a variant in
-   the table tests/variants; SLOW and MANY_RANKS are none. */
+/* A test's tags, tags for make nightly only, refused tags, and timeout. The table tests/variants
+   selects tests by tags; SLOW and MANY_RANKS do not occur in it. */
 typedef uint64_t h_tags;
 #define H_TAG_LIST(X)                                                                              \
     X(SLOW, "slow") /* left out by make quick */                                                   \
