@@ -34,7 +34,7 @@
 #include <sys/mman.h> /* mmap: addresses without memory */
 
 #define SIM_FN    static __attribute__((unused))
-#define SIM_GRAIN 2                             /* bytes of device memory that share a cell */
+#define SIM_GRAIN 2 /* bytes of device memory that share a cell */
 enum { SIM_MEMORY_COMM = 2, SIM_MEMORY_KINDS }; /* after FSDP_MEMORY_PINNED */
 
 enum { SIM_HOST = FSDP_STREAM_COUNT, SIM_ACTORS }; /* the streams, and the host */
