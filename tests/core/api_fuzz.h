@@ -23,7 +23,7 @@ typedef struct {
     fsdp_world *w, *other; /* other: a second world of one rank; its mesh is one of the meshes */
     fsdp_mesh *mesh[AF_MESHES];
     fsdp_model *model, *training;
-    fsdp_unit *unit[AF_UNITS], *own[2]; /* of the victim; of the training */
+    fsdp_unit *unit[AF_UNITS], *own[2]; /* the victim's; the training's */
     fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
     int64_t live; /* bytes of the allocator */
