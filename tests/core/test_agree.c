@@ -519,7 +519,7 @@ static void stages_rank(lab_rank *r) {
         CALL(r->w, fsdp_post_backward(u));
         CALL(r->w, fsdp_finalize_backward(m));
         CALL(r->w, fsdp_clip_grads(m, &clip, &norm));
-        CHECK_NEAR(norm, sqrt(32), 1e-6); /* of both stages */
+        CHECK_NEAR(norm, sqrt(32), 1e-6); /* over both stages */
         CALL(r->w, fsdp_adamw_step(adamw, 0.1 + stage));
         CALL(r->w, fsdp_zero_grad(m));
     }
