@@ -37,7 +37,7 @@ typedef struct training {
     fsdp_unit *cut, *whole;
     int rank, step;
     fsdp_range rows;     /* rows of the cut parameter on this rank's tp group */
-    float *weight, *one; /* of one process: CUT elements, then WHOLE; and gradients */
+    float *weight, *one; /* one process: CUT elements, then WHOLE; and gradients */
 } training;
 
 /* Returns a gradient: a small whole number, so that sums are exact; different on each rank. */
