@@ -246,7 +246,7 @@ static void hsdp_differs(lab_rank *r) {
     double add = 0;
     CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
     fsdp_param_view v = lab_view(r->w, x.u[1], 0);
-    if (r->rank == 2) ((float *)v.shard)[v.numel - 1] = 7.5f; /* of 5 */
+    if (r->rank == 2) ((float *)v.shard)[v.numel - 1] = 7.5f; /* 5 elements */
     CALL(r->w, fsdp_params_changed(x.m));
     micro(r, &x, 3);
     const int mine = fsdp_mesh_rank(mesh, 1) == 0; /* the group of rank 2 */
