@@ -488,7 +488,7 @@ H_FN void shuts_down(job *j, fsdp_world *world) {
 
 /* ---- a launcher ------------------------------------------------------------------------------ */
 
-#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL) /* whose ranks meet at a store */
+#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL) /* ranks meet at a store */
 
 /* Forks a process that serves the store while j->gate is 1. */
 H_FN pid_t serve(job *j) {
