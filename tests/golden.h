@@ -31,7 +31,7 @@
 
 typedef struct golden {
     const char *key;  /* first word of the current record */
-    const char *name; /* of the current case; "" before the first one */
+    const char *name; /* name of the current case; "" before the first one */
     char error[512];  /* "": no error so far */
     int missing;      /* the file does not exist, in a folder that is not the project's own */
     /* private */
