@@ -68,7 +68,7 @@ typedef struct {
     int notes_length;            /* claimed bytes of notes */
     char notes[H_NOTES_MAX];     /* lines of h_message */
     char skip[H_TEXT_MAX];       /* reason */
-    char state[H_RANKS_MAX + 1]; /* of the test itself, then of each rank */
+    char state[H_RANKS_MAX + 1]; /* the test's state, then each rank's */
     int marks[8];                /* number of arrivals at each place: h_mark */
 } h_board;
 
