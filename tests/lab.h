@@ -344,7 +344,7 @@ typedef struct lab_rank {
     int rank, size;
     fsdp_world *w; /* lab_end shuts it down, unless the body did */
     void *arg;
-    w_heap *heap; /* of all its worlds; it must be empty at the end */
+    w_heap *heap; /* heap of all its worlds; empty at the end */
     struct lab_start *start;
 } lab_rank;
 
