@@ -1,7 +1,7 @@
-/* faults.h - a job of a few ranks, each a process, that a test kills, stops or holds up: where they
-   are, what each of them got and when, and limits that grow with how busy the machine is. Tests
-   of backends find with it that no rank hangs, and that each has a status that names the culprit.
-   Include it after library.c and lab.h.
+/* faults.h - a job of a few ranks, each a process, that a test kills, stops or delays: the position
+   of each rank, its results and their times, and limits that grow with the load of the machine.
+   Tests of backends check with it that no rank hangs, and that each gets a status that names the
+   culprit. Include it after library.c and lab.h.
 
        static void body(job *j, int rank) { ... at(j, rank, AT_STEP) ... tell(j, rank, ...) }
 
@@ -45,38 +45,38 @@ static const char *const places[PLACES] = {
     "barrier", "first step", "step",  "finalize", "odd",     "close",  "end"};
 
 typedef struct {
-    int place, visits[PLACES];   /* where it is, and how often it has been in each */
-    int status, again, shutdown; /* what it got, what the next call got, and its shutdown */
-    int ended, how;              /* 1: its process has; as waitpid told it */
-    int64_t failed_ns, left_ns;  /* when it got it, when its shutdown was done */
-    uint64_t bits;               /* of all its parameters */
+    int place, visits[PLACES];   /* its current place, and the number of visits to each */
+    int status, again, shutdown; /* its result, the next call's, and shutdown's */
+    int ended, how;              /* 1: its process has ended; waitpid's status */
+    int64_t failed_ns, left_ns;  /* time of its result, end of its shutdown */
+    uint64_t bits;               /* hash of all its parameters */
     char text[1400];
 } report;
 
-/* In memory of all its processes. */
+/* In shared memory of all its processes. */
 typedef struct job job;
 struct job {
     void (*body)(job *j, int rank);
-    void (*begin)(job *j, int rank);          /* what a rank does first; NULL: nothing */
-    void (*quirk)(job *j, fsdp_world *world); /* what victims do before odd_step */
+    void (*begin)(job *j, int rank);          /* a rank's first action; NULL: none */
+    void (*quirk)(job *j, fsdp_world *world); /* the victims' action before odd_step */
     const void *extra;
     const char *backend;
     int world, timeout_ms, lanes, rounds, odd_step;
-    int victim, other;  /* those who are to blame; -1: nobody */
+    int victim, other;  /* the ranks that cause the failure; -1: none */
     int late_ms[RANKS]; /* -1: never comes */
     int lasts;          /* all_got: the next call and shutdown gave the same */
     int offload;        /* parameters are in host memory */
     int gate;           /* set by one process, awaited by another; see serve */
-    size_t bytes;       /* of the largest buffer */
+    size_t bytes;       /* size of the largest buffer */
     char name[64], store[96], token[RANKS][32];
     pid_t pid[RANKS];
-    int64_t fault_ns; /* when it happened */
-    int64_t stall_ns; /* how long somebody had waited for a core by then */
-    int64_t gap_ns;   /* the longest time for which the test itself was not run */
+    int64_t fault_ns; /* time of the fault */
+    int64_t stall_ns; /* h_stalled_ms at that time, in ns */
+    int64_t gap_ns;   /* the longest time in which this test did not run */
     report rank[RANKS];
 };
 
-/* How much longer everything may take here. */
+/* Returns the factor by which time limits grow here. */
 H_FN double slowness(void) {
     const char *mult = getenv("TEST_TIMEOUT_MULT");
     double slow = mult && *mult ? strtod(mult, NULL) : 1;
@@ -84,8 +84,9 @@ H_FN double slowness(void) {
     return slow < 1 ? 1 : slow;
 }
 
-/* On NCCL what ranks call is compared before each collective, which waits for it: so a rank is in the
-   operation that it names. With lanes it is not: the host has gone on, and names where it waits. */
+/* Returns 1 on NCCL. There ranks compare their calls before each collective, and wait: a rank is
+   in the operation that it names. With worker threads they do not: the host has continued, and
+   names the place where it waits. */
 H_FN int on_nccl(void) {
     const char *backend = getenv("FSDP_BACKEND");
     return backend && !strcmp(backend, "nccl");
@@ -100,13 +101,13 @@ H_FN void environment(job *j, int rank) { /* for job.begin */
 
 H_FN int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
 
-/* From here on it is counted how long the ranks take. */
+/* Sets the time of the fault, from which the ranks' times count. */
 H_FN void mark(job *j) {
     j->fault_ns = now_ns();
     j->stall_ns = h_stalled_ms() * 1000000;
 }
 
-/* Zeros, in memory of all processes that come from this one. */
+/* Returns zeros in memory that this process shares with its later children. */
 H_FN void *shared(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(p != MAP_FAILED);
@@ -128,7 +129,7 @@ H_FN job *new_job(const char *backend, int world, int timeout_ms, void (*body)(j
 
 H_FN int is_victim(const job *j, int rank) { return rank == j->victim || rank == j->other; }
 
-/* ---- what ranks tell ------------------------------------------------------------------------- */
+/* ---- reports of ranks ------------------------------------------------------------------------ */
 
 H_FN void at(job *j, int rank, int place) {
     report *r = &j->rank[rank];
@@ -136,7 +137,7 @@ H_FN void at(job *j, int rank, int place) {
     __atomic_fetch_add(&r->visits[place], 1, __ATOMIC_SEQ_CST);
 }
 
-/* The first result of a rank stands. */
+/* Notes a rank's result; only the first one counts. */
 H_FN void tell(job *j, int rank, fsdp_status status, const char *text) {
     report *r = &j->rank[rank];
     if (r->failed_ns) return;
@@ -145,7 +146,7 @@ H_FN void tell(job *j, int rank, fsdp_status status, const char *text) {
     __atomic_store_n(&r->failed_ns, now_ns(), __ATOMIC_SEQ_CST);
 }
 
-/* A rank got its result: what does the next call give, and shutdown? world NULL: there is none. */
+/* Notes a rank's result, and those of the next call and of shutdown. world NULL: there is none. */
 H_FN void leave(job *j, int rank, fsdp_world *world, fsdp_status status) {
     report *r = &j->rank[rank];
     tell(j, rank, status, fsdp_last_error(world));
@@ -155,7 +156,7 @@ H_FN void leave(job *j, int rank, fsdp_world *world, fsdp_status status) {
     r->shutdown = world ? (int)ended : (int)status;
 }
 
-/* ---- running it ------------------------------------------------------------------------------ */
+/* ---- running a job --------------------------------------------------------------------------- */
 
 H_FN void rank_main(job *j, int rank) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -182,7 +183,7 @@ H_FN void start(job *j) {
     }
 }
 
-/* One look at the processes, and a nap. Returns how many are running. */
+/* Looks at the processes once, and sleeps 0.3 ms. Returns the number of running ones. */
 H_FN int look(job *j) {
     static int64_t last;
     int64_t now = now_ns();
@@ -198,23 +199,25 @@ H_FN int look(job *j) {
     return running;
 }
 
-/* A limit for this machine: longer where all is slow, and by how long it was busy with others. */
+/* Returns a time limit for this machine: longer by its slowness, and by the time that others
+   used it. */
 H_FN int64_t allowed_ms(const job *j, int64_t ms) {
     int64_t busy_ns = h_stalled_ms() * 1000000 - j->stall_ns + 4 * j->gap_ns;
     return (int64_t)((double)ms * slowness()) + busy_ns / 1000000;
 }
 
-/* What a rank got, so long after the mark. */
+/* Returns the time from the fault to a rank's result. */
 H_FN int took_ms(const job *j, int rank) {
     return (int)((j->rank[rank].failed_ns - j->fault_ns) / 1000000);
 }
 
-/* And how long its shutdown took. */
+/* Returns the duration of a rank's shutdown. */
 H_FN int shutdown_ms(const job *j, int rank) {
     return (int)((j->rank[rank].left_ns - j->rank[rank].failed_ns) / 1000000);
 }
 
-/* Waits until all ranks have ended. Those that have not in time are shown and killed: so many. */
+/* Waits until all ranks have ended. Prints and kills those that are late, and returns their
+   number. */
 H_FN int finish(job *j, int64_t limit_ms) {
     int64_t begin = now_ns();
     int left = look(j);
@@ -231,7 +234,8 @@ H_FN int finish(job *j, int64_t limit_ms) {
     return left;
 }
 
-/* Waits until a rank has come to a place for the nth time. 0: the job ended before, or hangs. */
+/* Waits until a rank has come to a place for the nth time. Returns 0 if the job ended before, or
+   hangs. */
 H_FN int await(job *j, int rank, int place, int nth) {
     int64_t end = now_ns() + allowed_ms(j, 20000) * 1000000;
     while (__atomic_load_n(&j->rank[rank].visits[place], __ATOMIC_SEQ_CST) < nth)
@@ -239,7 +243,7 @@ H_FN int await(job *j, int rank, int place, int nth) {
     return 1;
 }
 
-/* Waits until all ranks but one have a result. 0: it took too long. */
+/* Waits until all ranks except one have a result. Returns 0 if that took too long. */
 H_FN int await_results(job *j, int except, int64_t limit_ms) {
     int64_t begin = now_ns();
     for (int k = 0; k < j->world; k++)
@@ -250,9 +254,10 @@ H_FN int await_results(job *j, int except, int64_t limit_ms) {
     return 1;
 }
 
-/* ---- what they got --------------------------------------------------------------------------- */
+/* ---- results of ranks ------------------------------------------------------------------------ */
 
-/* Whether the text names a rank other than as the one who speaks: "rank 2", "ranks 0, 2". */
+/* Returns 1 if the text names a rank, as in "rank 2" or "ranks 0, 2"; the speaker's prefix does
+   not count. */
 H_FN int names(const char *text, int speaker, int who) {
     char own[24];
     snprintf(own, sizeof own, "rank %d: ", speaker);
@@ -281,7 +286,7 @@ H_FN void shows(const job *j) {
     }
 }
 
-#define J_CHECK(j, cond, ...) /* ... is a format and its values; shows what all ranks got */       \
+#define J_CHECK(j, cond, ...) /* ... is a format and its values; prints all ranks' results */      \
     do {                                                                                           \
         if (!(cond)) shows(j);                                                                     \
         CHECK_MSG(cond, __VA_ARGS__);                                                              \
@@ -289,7 +294,8 @@ H_FN void shows(const job *j) {
 
 H_FN int in_order(const report *r) { return r->ended && WIFEXITED(r->how) && !WEXITSTATUS(r->how); }
 
-/* All ranks but `except` have ended in order, with this status and a text with this part. */
+/* Checks that all ranks except one have ended normally, with this status and this part of the
+   text. */
 H_FN void all_got(const job *j, int except, fsdp_status status, const char *part) {
     for (int k = 0; k < j->world; k++) {
         const report *r = &j->rank[k];
@@ -303,7 +309,7 @@ H_FN void all_got(const job *j, int except, fsdp_status status, const char *part
     }
 }
 
-/* ... so long after the mark, at most. */
+/* Checks that all ranks except one got their result at most limit_ms after the fault. */
 H_FN void all_know(const job *j, int except, int limit_ms) {
     int slowest = 0;
     for (int k = 0; k < j->world; k++) {
@@ -325,7 +331,7 @@ H_FN void sleeps(job *j, int rank) {
     at(j, rank, AT_SPLIT);
     while (rank == 1) pause();
 }
-/* A test of all this. */
+/* A test of this file. */
 H_FN void watchdog(void) {
     job *j = new_job(NULL, 3, 1000, sleeps);
     start(j);
@@ -342,7 +348,7 @@ H_FN void watchdog(void) {
 
 typedef struct {
     int faults, hangs, unnamed, wrong;
-    const char *name; /* of the kill that is under way */
+    const char *name; /* name of the current kill */
     int place;
     uint64_t seed;
     int64_t slowest_ns;
@@ -359,8 +365,8 @@ H_FN void wrong(const job *j, tally *sum, const char *what) {
     complain(j, sum, what);
 }
 
-/* What a survivor got: PEER_LOST soon after the death. A death before it has joined shows as its
-   absence, at the deadline. Returns the limit in ms. */
+/* Checks a survivor's result: PEER_LOST soon after the death. If the victim had not joined yet,
+   it is missing, at the deadline. Returns the limit in ms. */
 H_FN int64_t check_result(const job *j, int k, tally *sum) {
     const report *r = &j->rank[k];
     int64_t took = r->failed_ns - j->fault_ns, limit_ms = allowed_ms(j, 1000);
@@ -375,8 +381,8 @@ H_FN int64_t check_result(const job *j, int k, tally *sum) {
     return limit_ms;
 }
 
-/* Starts a job, and kills the victim so long after it has come to sum->place for the nth time. 1:
-   the others have ended. */
+/* Starts a job, and kills the victim `delay` us after it has come to sum->place for the nth
+   time. Returns 1 if the other ranks have ended. */
 H_FN int strike(job *j, int nth, useconds_t delay, tally *sum) {
     start(j);
     if (!await(j, j->victim, sum->place, nth)) {
@@ -410,7 +416,7 @@ H_FN void kills(int count, void (*one_kill)(int i, tally *sum)) {
     CHECK_EQ_INT(sum.faults, count);
 }
 
-/* ---- what ranks do --------------------------------------------------------------------------- */
+/* ---- actions of ranks ------------------------------------------------------------------------ */
 
 #define TRY(call)                                                                                  \
     do {                                                                                           \
@@ -426,7 +432,7 @@ H_FN fsdp_world_desc desc_of(job *j, int rank) {
     return d;
 }
 
-/* For a backend's own functions. */
+/* Returns a boot for calls of a backend's own functions. */
 H_FN fsdp_boot boot_of(const job *j, int rank) {
     fsdp_boot boot;
     memset(&boot, 0, sizeof boot);
@@ -448,7 +454,8 @@ H_FN void first_values(void *user, const fsdp_param_view *block) {
         ((float *)block->data)[k] = (float)((fsdp_view_index(block, k) * 7 + block->ordinal) % 23);
 }
 
-/* Units of different sizes over a mesh that is not the world itself: backwards, or of two dims. */
+/* Makes units of different sizes over a mesh that is not the world itself: reversed, or of two
+   dims. */
 H_FN fsdp_status make_model(const job *j, fsdp_world *world, int width, fsdp_model **model,
                             fsdp_unit *unit[UNITS]) {
     int32_t backwards[RANKS], n = fsdp_world_size(world);
@@ -485,9 +492,9 @@ H_FN void shuts_down(job *j, fsdp_world *world) {
 
 /* ---- a launcher ------------------------------------------------------------------------------ */
 
-#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL) /* that meet at a store */
+#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL) /* ranks meet at a store */
 
-/* A process that serves the store while j->gate is 1. */
+/* Forks a process that serves the store while j->gate is 1. */
 H_FN pid_t serve(job *j) {
     fsdpi_store_desc d = FSDP_ZERO;
     fsdpi_store_server *server = NULL;
@@ -525,7 +532,7 @@ H_FN void launcher_ends(job *j, int is_killed) {
 
 #endif /* a store */
 
-/* ---- nothing is left behind ------------------------------------------------------------------ */
+/* ---- no resources are left ------------------------------------------------------------------- */
 
 typedef struct {
     int descriptors, threads;
@@ -538,8 +545,8 @@ H_FN usage usage_now(void) {
     return u;
 }
 
-/* What is used no longer grows. The kernel may take a moment to take a thread out of its lists,
-   and the heap keeps a few freed blocks of each size: our own bytes are counted exactly. */
+/* Checks that usage has not grown. The kernel may take a moment to remove a thread from its
+   lists, and the heap keeps a few freed blocks of each size: our own bytes are counted exactly. */
 H_FN void same_usage(usage before, size_t heap) {
     usage now = usage_now();
     for (int i = 0;

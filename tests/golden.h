@@ -1,5 +1,5 @@
-/* golden.h - reads the reference data of tests/golden: what PyTorch answers, as lines of a key and
-   its values. The format stands in tests/golden/README.md. C99 and C++11; needs libc alone.
+/* golden.h - reads the reference data of tests/golden: PyTorch's answers, as lines of a key and
+   values. tests/golden/README.md describes the format. C99 and C++11; needs only libc.
 
        golden g;
        if (!golden_open(&g, "optim.txt", "optim")) ...             // g.error says why
@@ -7,13 +7,14 @@
            while (golden_line(&g)) {                             // g.key is the record's first word
                if (golden_is(&g, "tensor")) numel = golden_int(&g), seed = golden_seed(&g);
                else if (golden_is(&g, "step")) t = golden_int(&g), golden_nums(&g, numel, want);
-           }                                                       // other keys are passed over
+           }                                                       // other keys are skipped
        if (g.error[0]) ...                                       // a value was missing or malformed
        golden_close(&g);
 
-   Files without cases (chunk.txt): golden_line alone. Nothing is assumed about which cases a file
-   holds. The folder is the environment's FSDP_GOLDEN_DIR, else tests/golden. The first mistake in a
-   file is kept in g.error with file and line; from then on golden_line and golden_case return 0.
+   Files without cases (chunk.txt) need golden_line only. Nothing is assumed about the cases in a
+   file.
+   The folder is the environment's FSDP_GOLDEN_DIR, by default tests/golden. g.error keeps the first
+   mistake in a file, with file and line; from then on golden_line and golden_case return 0.
 
    SPDX-License-Identifier: MIT */
 #ifndef GOLDEN_H
@@ -30,11 +31,11 @@
 
 typedef struct golden {
     const char *key;  /* first word of the current record */
-    const char *name; /* of the current case; "" before the first one */
-    char error[512];  /* "": all well so far */
-    int missing;      /* the file is not there, and the folder is not the project's own */
+    const char *name; /* name of the current case; "" before the first one */
+    char error[512];  /* "": no error so far */
+    int missing;      /* the file does not exist, in a folder that is not the project's own */
     /* private */
-    char *text;         /* the file; each space and line end is a NUL, so words are C strings */
+    char *text;         /* the file; each space and line end is a NUL: words are C strings */
     const char **lines; /* [num_lines + 1], the last one is the end of the text */
     int64_t num_lines;
     int64_t next;   /* line to be read next */
@@ -52,13 +53,14 @@ GOLDEN_FN uint64_t golden_splitmix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* Element `index` of the closed-form tensor; exact in f32 when the scale is a power of two. */
+/* Returns element `index` of the closed-form tensor; exact in f32 if the scale is a power of
+   two. */
 GOLDEN_FN double golden_value(uint64_t seed, uint64_t index, double scale) {
     uint64_t u = golden_splitmix64(seed + 0x9E3779B97F4A7C15u * index);
     return ((double)(u >> 40) / 16777216.0 - 0.5) * scale;
 }
 
-/* The whole row-major tensor, in f32 or in f64. */
+/* Fill in the whole row-major tensor, in f32 or in f64. */
 GOLDEN_FN void golden_fill(float *out, uint64_t seed, int64_t numel, double scale) {
     for (int64_t i = 0; i < numel; i++) out[i] = (float)golden_value(seed, (uint64_t)i, scale);
 }
@@ -97,7 +99,7 @@ GOLDEN_FN void golden_close(golden *g) {
     g->num_lines = g->next = 0;
 }
 
-/* The whole file in memory, ending with a line end and a NUL. */
+/* Reads the whole file, and adds a line end, if there is none, and a NUL. */
 GOLDEN_FN char *golden_slurp(golden *g, size_t *size) {
     size_t room = 1 << 16, used = 0;
     char *text = (char *)malloc(room + 2);
@@ -125,7 +127,7 @@ GOLDEN_FN char *golden_slurp(golden *g, size_t *size) {
     return NULL;
 }
 
-/* Cuts the text into lines and words. */
+/* Splits the text into lines and words. */
 GOLDEN_FN int golden_cut(golden *g, size_t size) {
     int64_t count = 0;
     size_t i;
@@ -143,14 +145,14 @@ GOLDEN_FN int golden_cut(golden *g, size_t size) {
 
 /* ---- values of the current record ------------------------------------------------------------ */
 
-/* The next word, which is not taken; NULL: none is left. */
+/* Returns the next word without taking it; NULL: none is left. */
 GOLDEN_FN const char *golden_peek(golden *g) {
     const char *stop = g->next > 0 ? g->lines[g->next] : NULL;
     while (stop && g->at < stop && !*g->at) g->at++;
     return stop && g->at < stop ? g->at : NULL;
 }
 
-/* The next word; "" and an error when none is left. It lives until golden_close. */
+/* Returns the next word; "", and sets an error, if none is left. It lives until golden_close. */
 GOLDEN_FN const char *golden_word(golden *g) {
     const char *word = golden_peek(g);
     if (!word) golden_fail(g, "a value is missing");
@@ -159,7 +161,7 @@ GOLDEN_FN const char *golden_word(golden *g) {
     return word;
 }
 
-/* How many values of the record have not been read. */
+/* Returns the number of unread values of the record. */
 GOLDEN_FN int64_t golden_left(golden *g) {
     const char *at = g->at, *word;
     int64_t count = 0;
@@ -201,7 +203,8 @@ GOLDEN_FN void golden_nums(golden *g, int64_t count, double *out) {
 
 /* ---- records and cases ----------------------------------------------------------------------- */
 
-/* Steps to the next line that is not blank; 0 at the end of the file, or after a mistake. */
+/* Steps to the next line that is not blank. Returns 0 at the end of the file, or after a
+   mistake. */
 GOLDEN_FN int golden_step(golden *g) {
     while (!g->error[0] && g->next < g->num_lines) {
         g->at = g->lines[g->next++];
@@ -215,7 +218,7 @@ GOLDEN_FN int golden_step(golden *g) {
 
 GOLDEN_FN int golden_is(const golden *g, const char *key) { return !strcmp(g->key, key); }
 
-/* The next record of this case; 0 behind its last one. */
+/* Steps to the next record of this case. Returns 0 after the last one. */
 GOLDEN_FN int golden_line(golden *g) {
     int64_t before = g->next;
     if (!golden_step(g)) return 0;
@@ -225,7 +228,7 @@ GOLDEN_FN int golden_line(golden *g) {
     return 0;
 }
 
-/* The next case, from wherever the reader stands; 0 behind the last one. */
+/* Steps to the next case, from any position. Returns 0 after the last one. */
 GOLDEN_FN int golden_case(golden *g) {
     while (golden_step(g)) {
         if (!golden_is(g, "case")) continue;
@@ -236,11 +239,11 @@ GOLDEN_FN int golden_case(golden *g) {
     return 0;
 }
 
-/* Back to the first record of this case: a case may be read in several passes. */
+/* Returns to the first record of this case: a case may be read in several passes. */
 GOLDEN_FN void golden_again(golden *g) { g->next = g->first; }
 
-/* Opens a file of the golden folder and checks its first line. Returns 1, or 0 with g->error set;
-   g->missing then tells a folder of other data that has no such file. Close it in either case. */
+/* Opens a file of the golden folder and checks its first line. Returns 1; or 0 with g->error
+   set, and g->missing if a folder of other data has no such file. Close it in either case. */
 GOLDEN_FN int golden_open(golden *g, const char *file, const char *kind) {
     size_t size;
     memset(g, 0, sizeof *g);
@@ -255,7 +258,8 @@ GOLDEN_FN int golden_open(golden *g, const char *file, const char *kind) {
     return 1;
 }
 
-/* For tests: fails, or skips when another data folder just lacks the file. Harness first. */
+/* Opens a file in a test: fails, or skips if another data folder lacks the file. Needs harness.h
+   first. */
 #ifdef HARNESS_H
 #define GOLDEN_OPEN(g, file, kind)                                                                 \
     do {                                                                                           \
@@ -264,7 +268,7 @@ GOLDEN_FN int golden_open(golden *g, const char *file, const char *kind) {
             h_fail(H_HERE("golden_open"), "%s", (g)->error);                                       \
         }                                                                                          \
     } while (0)
-/* Skips when another data folder just lacks this part of it. */
+/* Skips if another data folder lacks this part. */
 GOLDEN_FN void golden_needs(const char *part) {
     char path[500];
     snprintf(path, sizeof path, "%.300s/%.150s", golden_dir(), part);

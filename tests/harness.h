@@ -1,4 +1,4 @@
-/* harness.h - the frame of every test: each test is a process of its own, ranks are processes or
+/* harness.h - the framework of all tests: each test is its own process, ranks are processes or
    threads, and the output is GoogleTest's. C99 and C++11, POSIX. Include it first, in one file:
 
        #include "harness.h"
@@ -9,12 +9,13 @@
        TEST_P(gather, ranks, sizes) { h_ranks_proc(row->world, body, NULL); }
 
    A program: TEST  TEST_P; main() comes with the header.
-   A test says in which variants it runs, by tags (H_TAG_LIST), and how long it may take. That
-   stands after its name; for all tests of a file before this header. In a TEST_P it may use `row`:
+   Tags (H_TAG_LIST) name the variants in which a test runs, and SECONDS its timeout. They follow
+   the
+   test's name; for all tests of a file they precede this header. In a TEST_P they may use `row`:
        #define TAGS GLOO
        TEST(mesh, random, SLOW | SECONDS(300)) { ... }
        TEST_P(gather, ranks, sizes, row->world > 8 ? AT_NIGHT(GLOO) : 0) { ... }
-   A test that says nothing runs over shared memory, and again with the address sanitizer.
+   A test without tags runs over shared memory, and again with the address sanitizer.
    In a test: CHECK  CHECK_MSG  CHECK_EQ_INT  CHECK_EQ_STR  CHECK_EQ_MEM  CHECK_NEAR  CHECK_OK
               CHECK_STATUS  SKIP  h_message  h_tmpdir  h_free_port  h_seed  h_rand64  h_now_ms
               h_calm_ms  h_entries
@@ -24,7 +25,7 @@
    Options: --filter=A:-B  names with A (a glob if it has * or ?), without B; --tags=A:-B  tests
             with the tag A, without B; night.A: those with AT_NIGHT(A); --list; --seed=N; --tap;
             --repeat=N; --timeout-mult=X (also the environment's TEST_TIMEOUT_MULT).
-   Exit status: 0 if something ran and nothing failed, else 1.
+   Exit status: 0 if something ran and nothing failed, otherwise 1.
 
    SPDX-License-Identifier: MIT */
 #ifndef HARNESS_H
@@ -55,32 +56,33 @@
 
 #define H_FN           static __attribute__((unused))
 #define H_PRINTF(a, b) __attribute__((format(printf, a, b)))
-#define H_TIMEOUT_S    60 /* of a test that names none */
+#define H_TIMEOUT_S    60 /* default timeout of a test, in seconds */
 enum { H_EXIT_FAILED = 1, H_EXIT_SKIPPED = 77, H_EXIT_TIMEOUT = 78 };
 enum { H_RANKS_MAX = 512, H_TEXT_MAX = 1024, H_NOTES_MAX = 8192 };
-enum { H_RUNNING, H_RETURNED, H_DIES }; /* how a process of the test stands */
+enum { H_RUNNING, H_RETURNED, H_DIES }; /* states of a process of the test */
 
-/* What the processes of one test tell the runner; one shared mapping, cleared for each test. */
+/* The state that a test's processes share with the runner; one shared mapping, cleared for each
+   test. */
 typedef struct {
     int first;                   /* 1 + the rank whose check failed first */
     int notes_length;            /* claimed bytes of notes */
     char notes[H_NOTES_MAX];     /* lines of h_message */
     char skip[H_TEXT_MAX];       /* reason */
-    char state[H_RANKS_MAX + 1]; /* of the test itself, then of each rank */
-    int marks[8];                /* how many have come to a place: h_mark */
+    char state[H_RANKS_MAX + 1]; /* the test's state, then each rank's */
+    int marks[8];                /* number of arrivals at each place: h_mark */
 } h_board;
 
-/* What a test says of itself: tags, tags of the night, tags that it refuses, its timeout. A tag is
-   the name of a way to run tests, as the table tests/variants has them; but for two. */
+/* A test's tags, tags for make nightly only, refused tags, and timeout. The table tests/variants
+   selects tests by tags; SLOW and MANY_RANKS do not occur in it. */
 typedef uint64_t h_tags;
 #define H_TAG_LIST(X)                                                                              \
-    X(SLOW, "slow") /* make quick leaves it out */                                                 \
-    X(MANY_RANKS, "many_ranks") /* more than three, which meet in all the ways in which more do:   \
-                       SLOW, and with ASAN, TSAN, BITS, STUB_TSAN at night only */                 \
-    X(SHM, "shm")   /* over shared memory: each test that does not say NO(SHM) */                  \
-    X(ASAN, "asan") /* the same with the address sanitizer: each that does not say NO(ASAN) */     \
-    X(TSAN, "tsan") /* the same with the thread sanitizer: what threads of ours do */              \
-    X(BITS, "bits") /* the same with -Ofast: bits that depend on no liberty of the compiler */     \
+    X(SLOW, "slow") /* left out by make quick */                                                   \
+    X(MANY_RANKS, "many_ranks") /* more ranks than three, which already show all cases: SLOW,      \
+                       and with ASAN, TSAN, BITS, STUB_TSAN at night only */                       \
+    X(SHM, "shm")   /* over shared memory: each test without NO(SHM) */                            \
+    X(ASAN, "asan") /* SHM with the address sanitizer: each test without NO(ASAN) */               \
+    X(TSAN, "tsan") /* SHM with the thread sanitizer: code in our threads */                       \
+    X(BITS, "bits") /* SHM with -Ofast: bits that no compiler option may change */                 \
     X(VALGRIND, "valgrind")                                                                        \
     X(GLOO, "gloo") /* over Gloo: several ranks on a real backend */                               \
     X(GLOO_ASAN, "gloo_asan")                                                                      \
@@ -98,10 +100,10 @@ enum { H_TAG_LIST(H_ONE) H_NUM_TAGS };
     static const h_tags name __attribute__((unused)) = (h_tags)1 << H_##name##_AT;
 H_TAG_LIST(H_ONE)
 #undef H_ONE
-#define AT_NIGHT(tags) ((h_tags)(tags) << 16)     /* these only by make nightly */
+#define AT_NIGHT(tags) ((h_tags)(tags) << 16)     /* these only in make nightly */
 #define NO(tags)       ((h_tags)(tags) << 32)     /* none of these */
-#define SECONDS(n)     ((h_tags)((n) * 10) << 48) /* the timeout, else H_TIMEOUT_S */
-#define NIGHT          (AT_NIGHT(SHM) | NO(0xffff)) /* by make nightly, and in no other variant */
+#define SECONDS(n)     ((h_tags)((n) * 10) << 48) /* timeout; default: H_TIMEOUT_S */
+#define NIGHT          (AT_NIGHT(SHM) | NO(0xffff)) /* in make nightly, and in no other variant */
 #ifndef TAGS
 #define TAGS 0
 #endif
@@ -123,7 +125,7 @@ static char h_base[256], h_dir[320]; /* temporary directory of the run, and of t
 static const char *h_filter = "", *h_tag_filter = "", *h_program = "";
 static int h_tap;
 static volatile sig_atomic_t h_signal;
-static __thread int h_rank = -1; /* of this process or thread */
+static __thread int h_rank = -1; /* rank of this process or thread */
 static __thread int h_is_thread;
 
 /* ---- time, random numbers, places ------------------------------------------------------------ */
@@ -134,8 +136,8 @@ H_FN int64_t h_now_ms(void) {
     return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
-/* For how long, since it started, this machine has had more to run than cores, or its host kept
-   those from it. Where the kernel does not tell: nearly always. */
+/* Returns the time since boot in which this machine had more to run than cores, or its host
+   withheld cores. If the kernel does not report it: 95 % of the time. */
 H_FN int64_t h_stalled_ms(void) {
     FILE *f = fopen("/proc/pressure/cpu", "r"), *g = fopen("/proc/stat", "r");
     long long us = 0, stolen = 0;
@@ -146,11 +148,11 @@ H_FN int64_t h_stalled_ms(void) {
     return told ? us / 1000 + stolen * 1000 / sysconf(_SC_CLK_TCK) : h_now_ms() / 20 * 19;
 }
 
-/* A clock that stands still while the machine has too much to do. An upper bound of time is asked
-   of this one, so that a busy machine fails no test; a lower bound is asked of h_now_ms. */
+/* Returns a clock that stands still while the machine is overloaded. Measure upper bounds of
+   time with it, so that a busy machine fails no test, and lower bounds with h_now_ms. */
 H_FN int64_t h_calm_ms(void) { return h_now_ms() - h_stalled_ms(); }
 
-/* Sleeps 0.1 ms at first, then longer up to 3 ms. */
+/* Sleeps 0.1 ms at first, then longer, up to 3 ms. */
 H_FN void h_nap(long *ns) {
     struct timespec t = {0, 0};
     *ns = *ns < 50000 ? 100000 : *ns > 1500000 ? 3000000 : *ns * 2;
@@ -158,8 +160,8 @@ H_FN void h_nap(long *ns) {
     nanosleep(&t, NULL);
 }
 
-/* Ranks of a test, threads or processes, tell the others that they have come to a place. A test that
-   needs an order waits for these; a sleep only makes an order likely. */
+/* Ranks of a test, threads or processes, note and await arrivals at a place. A test that needs
+   an order waits for these; a sleep only makes an order likely. */
 H_FN void h_mark(int place) { __atomic_add_fetch(&h_shared->marks[place], 1, __ATOMIC_SEQ_CST); }
 H_FN void h_await_marks(int place, int count) {
     long ns = 0;
@@ -176,14 +178,14 @@ H_FN uint64_t h_rand64(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-/* A directory for this test alone, removed after it; the same for all its ranks. */
+/* Returns the directory of this test, which is removed after it; the same one for all its ranks. */
 H_FN const char *h_tmpdir(void) {
     if (mkdir(h_dir, 0700) && errno != EEXIST) perror(h_dir);
     return h_dir;
 }
 
-/* A TCP port of the loopback interface that nobody used a moment ago; 0 if there is none. Below
-   those that the system hands out, where other sockets would be met that happen to listen. */
+/* Returns a TCP port of the loopback interface that was free a moment ago; 0 if there is none.
+   It is below the ports that the system assigns, where another socket might listen. */
 H_FN int h_free_port(void) {
     static unsigned next;
     for (int tries = 0; tries < 1000; tries++) {
@@ -201,15 +203,16 @@ H_FN int h_free_port(void) {
     return 0;
 }
 
-/* ---- what a test says ------------------------------------------------------------------------ */
+/* ---- output of a test ------------------------------------------------------------------------ */
 
-/* One write for the whole text, so that ranks do not mix inside a line. */
+/* Writes the whole text at once, so that lines of ranks do not mix. */
 H_FN void h_write(const char *text, int length) {
     ssize_t done = length > 0 ? write(STDERR_FILENO, text, (size_t)length) : 0;
     (void)done;
 }
 
-/* Says where and why, and ends the process. Of several threads that fail, the first one speaks. */
+/* Prints the place and the reason, and ends the process. If several threads fail, only the first
+   one prints. */
 H_FN H_PRINTF(4, 5)
     __attribute__((noreturn)) void h_fail(const char *file, int line, const char *what,
                                           const char *format, ...) {
@@ -234,7 +237,7 @@ H_FN H_PRINTF(4, 5)
     _exit(H_EXIT_FAILED);
 }
 
-/* A line that is shown even if the test passes: how many cases ran, a measured figure. */
+/* Notes a line that is shown even if the test passes: a number of cases, a measured figure. */
 H_FN H_PRINTF(1, 2) void h_message(const char *format, ...) {
     char text[H_TEXT_MAX];
     int length, at;
@@ -249,13 +252,13 @@ H_FN H_PRINTF(1, 2) void h_message(const char *format, ...) {
     if (at + length < H_NOTES_MAX) memcpy(h_shared->notes + at, text, (size_t)length);
 }
 
-/* Ends the test as skipped; the reason stands in the output. */
+/* Ends the test as skipped; the output has the reason. */
 H_FN __attribute__((noreturn)) void h_skip(const char *reason) {
     snprintf(h_shared->skip, sizeof h_shared->skip, "%s", reason);
     _exit(H_EXIT_SKIPPED);
 }
 
-/* For tests of failure: this rank (a process) dies by the signal, and that fails no test. */
+/* For tests of failures: this rank (a process) dies by the signal, which fails no test. */
 H_FN __attribute__((noreturn)) void h_die(int sig) {
     h_shared->state[h_rank + 1] = H_DIES;
     signal(sig, SIG_DFL);
@@ -272,7 +275,8 @@ H_FN void h_check_str(const char *file, int line, const char *what, const char *
     h_fail(file, line, what, "\"%s\" != \"%s\"", a ? a : "(null)", b ? b : "(null)");
 }
 
-/* 0 finite, 1 infinite, 2 not a number; from the bits, so that it holds under -Ofast. */
+/* Returns 0 if x is finite, 1 if infinite, 2 if NaN; from the bits, so that it works with
+   -Ofast. */
 H_FN int h_non_finite(double x) {
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -324,7 +328,8 @@ H_FN void h_check_status(const char *file, int line, const char *what, int got, 
                    (int)(expected))
 #define SKIP(reason) h_skip(reason)
 
-/* Of a directory, with "." and ".."; of /proc/self/fd: descriptors, and one more. */
+/* Returns the number of entries of a directory, with "." and ".."; of /proc/self/fd: the number
+   of descriptors, and one more. */
 H_FN int h_entries(const char *path) {
     DIR *dir = opendir(path);
     int n = 0;
@@ -366,7 +371,8 @@ H_FN void h_ranks_thread(int world, h_rank_fn fn, void *arg) {
     free(id);
 }
 
-/* Ranks that share a GPU (tools/one_gpu.sh) have to seem to be hosts, each of another name. */
+/* Ranks that share a GPU (tools/one_gpu.sh) must look like separate hosts: sets another name for
+   each. */
 H_FN void h_seem_a_host(int rank) {
     char host[128];
     if (!getenv("NCCL_HOSTID")) return;
@@ -374,7 +380,8 @@ H_FN void h_seem_a_host(int rank) {
     setenv("NCCL_HOSTID", host, 1);
 }
 
-/* In a new process: output to the file, no input, and the body's end is told to the runner. */
+/* Runs the body in a new process: output goes to the file, there is no input, and the runner
+   learns that the body has returned. */
 H_FN void h_child(FILE *log, int rank, void (*body)(size_t), size_t row, h_rank_fn fn, int world,
                   void *arg) {
     int null = open("/dev/null", O_RDONLY);
@@ -391,7 +398,7 @@ H_FN void h_child(FILE *log, int rank, void (*body)(size_t), size_t row, h_rank_
     exit(0); /* not _exit: leak checkers and coverage end their work here */
 }
 
-/* Copies the file, each line after the prefix. */
+/* Copies the file, and puts the prefix before each line. */
 H_FN void h_dump(FILE *log, FILE *to, const char *prefix) {
     int c, at_start = 1;
     rewind(log);
@@ -404,7 +411,7 @@ H_FN void h_dump(FILE *log, FILE *to, const char *prefix) {
     fclose(log);
 }
 
-/* What is wrong with how a process ended; NULL: nothing. */
+/* Returns a text that says why a process ended wrongly; NULL: it did not. */
 H_FN const char *h_verdict(int status, int state, char *text, size_t size) {
     if (state == H_DIES) return NULL;
     if (WIFSIGNALED(status))
@@ -415,9 +422,10 @@ H_FN const char *h_verdict(int status, int state, char *text, size_t size) {
     return text;
 }
 
-/* Reaps ranks that have ended, until one is bad, all are done or time is up. Returns the culprit:
-   who died without a failed check before who failed first before who was seen first; or -1. As a
-   failed check may be the answer to a death that is not to be seen yet, it looks once more. */
+/* Reaps ranks that have ended, until one is bad, all are done or time is up. Returns the
+   culprit: a rank that died without a failed check, otherwise the rank whose check failed first,
+   otherwise the first bad one seen; -1: none. As a failed check may follow from a death that is
+   not visible yet, it looks once more. */
 H_FN int h_ranks_wait(int world, pid_t *pid, int *status, int64_t deadline) {
     int culprit = -1, hard = 0, left = world, looks = 2, r;
     long ns = 0;
@@ -444,7 +452,7 @@ H_FN int h_ranks_wait(int world, pid_t *pid, int *status, int64_t deadline) {
     return culprit;
 }
 
-/* Runs fn on every rank, each a process. The first bad end ends them all, and the test. */
+/* Runs fn on every rank, each a process. The first bad end ends all ranks, and the test. */
 H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, void *arg) {
     pid_t *pid = (pid_t *)calloc((size_t)world, sizeof *pid);
     int *status = (int *)calloc((size_t)world, sizeof *status);
@@ -468,7 +476,7 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
     }
     for (r = 0; r < world; r++)
         if (pid[r]) waitpid(pid[r], &status[r], 0);
-    for (r = 0; r <= world; r++) { /* the culprit's words stand last */
+    for (r = 0; r <= world; r++) { /* the culprit's output comes last */
         int who = r < world ? r : culprit;
         if (who < 0 || (who == culprit && r < world)) continue;
         snprintf(prefix, sizeof prefix, "r%d|", who);
@@ -493,8 +501,8 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
 
 /* ---- registration ---------------------------------------------------------------------------- */
 
-/* Adds to what is known of a test: its own words, which come later, hold against those of its file.
-   Of words that are said at once, the night holds against NO, and both against the day. */
+/* Adds tags to a test: later ones, its own, override those of its file. Among tags that are
+   added together, AT_NIGHT overrides NO, and both override the others. */
 H_FN void h_say(h_test *t, h_tags words) {
     const h_tags day = words & 0xffff, night = words >> 16 & 0xffff, no = words >> 32 & 0xffff;
     t->night = (t->night & ~day & ~no) | night;
@@ -530,8 +538,8 @@ H_FN void h_register(const char *name, const char *row_name, void (*run)(size_t)
     }                                                                                              \
     static void h_test_##suite##_##title(void)
 
-/* One test for each element of an array of structs that have a `const char *name`; the body sees
-   its element through the pointer `row`. TEST_P(suite, name, table) or, with tags, a fourth. */
+/* One test for each element of an array of structs that have a `const char *name`; the body has
+   its element in `row`. TEST_P(suite, name, table), or with tags as a fourth argument. */
 #define TEST_P(...) H_TEST_P(__VA_ARGS__, 0, 0)
 #define H_TEST_P(suite, title, table, own, ...)                                                    \
     static void h_test_##suite##_##title(__typeof__(&(table)[0]) row);                             \
@@ -551,7 +559,8 @@ H_FN int h_by_name(const void *a, const void *b) {
     return strcmp(((const h_test *)a)->name, ((const h_test *)b)->name);
 }
 
-/* Words separated by ':'; one that begins with '-' excludes. */
+/* Returns 1 if the test matches one of the words, separated by ':', and none that begins with
+   '-'. */
 H_FN int h_chosen(const char *words, int (*matches)(const h_test *, const char *),
                   const h_test *t) {
     const char *p = words;
@@ -592,8 +601,9 @@ H_FN int h_remove(const char *path, const struct stat *s, int type, struct FTW *
 
 H_FN void h_remove_tree(const char *path) { nftw(path, h_remove, 16, FTW_DEPTH | FTW_PHYS); }
 
-/* Waits for the test's process until its time is up, then ends its whole group. The process is
-   reaped last, so that its id, the group's, cannot have gone to another. Returns 1: in time. */
+/* Waits for the test's process until its time is up, then ends its whole group. Reaps the
+   process last, so that its id, which is the group's, cannot be reused before. Returns 1 if it
+   ended in time. */
 H_FN int h_await(pid_t pid, int64_t deadline, int *status) {
     siginfo_t info;
     long ns = 0;
@@ -691,7 +701,7 @@ H_FN int h_run_all(int repeat, double mult) {
         result[i] = h_run_test(&h_tests[i % h_test_count], i + 1, mult);
         passed += result[i] == 0;
         failed += result[i] == H_EXIT_FAILED;
-        if ((i + 1) % h_test_count == 0) h_seed_value++; /* the next round sees other numbers */
+        if ((i + 1) % h_test_count == 0) h_seed_value++; /* the next round gets other numbers */
     }
     h_remove_tree(h_base);
     if (h_signal) return 128 + h_signal;

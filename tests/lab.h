@@ -1,6 +1,7 @@
-/* lab.h - what tests share: numbers of any dtype, an allocator that counts and fails on demand,
-   worlds with a desc that is quiet and has a short deadline, ranks as threads or as processes. The
-   library that they test is in library.h; nets, and what training them comes to, in lab_net.h.
+/* lab.h - helpers that tests share: numbers of any dtype, an allocator that counts and fails on
+   demand, worlds that log nothing and have a short deadline, ranks as threads or as processes.
+   library.h has the library under test; lab_net.h has nets, and the expected results of training
+   them.
 
        static void body(lab_rank *r) { CALL(r->w, fsdp_barrier(r->w)); }
        TEST(a, b) { lab_run(4, NULL, body, NULL); }
@@ -26,7 +27,7 @@
 #define W_ASAN 1
 #endif
 #ifndef W_ASAN
-#define W_ASAN 0 /* else one rank gathers copies, and each buffer has 4096 bytes after it: guard.h */
+#define W_ASAN 0 /* otherwise one rank gathers copies, and 4096 bytes follow each buffer: guard.h */
 #endif
 #ifdef W_SANITIZED
 enum { W_SLOW = 1 };
@@ -39,7 +40,7 @@ enum { W_SLOW = 0 };
 H_FN void *lab_at(const void *a, fsdp_dtype dtype, int64_t i) {
     return (char *)(uintptr_t)a + i * (int64_t)fsdp_dtype_size(dtype);
 }
-/* Element i of an array of any float type, or of bytes. */
+/* Returns element i of an array of any float type, or of bytes. */
 H_FN double lab_get(const void *a, fsdp_dtype dtype, int64_t i) {
     double x = 0;
     if (dtype == FSDP_U8) return ((const uint8_t *)a)[i];
@@ -50,7 +51,7 @@ H_FN void lab_put(void *a, fsdp_dtype dtype, int64_t i, double x) {
     if (dtype == FSDP_U8) ((uint8_t *)a)[i] = (uint8_t)(int)x;
     else CHECK_OK(fsdp_convert(lab_at(a, dtype, i), dtype, &x, FSDP_F64, 1));
 }
-/* Arrays, from and to doubles. */
+/* Convert arrays to and from doubles. */
 H_FN void lab_load(double *to, const void *from, fsdp_dtype dtype, int64_t numel) {
     CHECK_OK(fsdp_convert(to, FSDP_F64, from, dtype, numel));
 }
@@ -82,7 +83,7 @@ H_FN int lab_same(double a, double b) { return lab_bits(a) == lab_bits(b); }
 #define LAB_INF lab_from_bits(0x7FF0000000000000u)
 #define LAB_NAN lab_from_bits(0x7FF8000000000000u)
 
-/* Precise arithmetic, whatever the program is built with. */
+/* Precise arithmetic, with any compiler options. */
 #if defined(__clang__)
 #define LAB_PRECISE_BEGIN                                                                          \
     _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
@@ -94,11 +95,11 @@ H_FN int lab_same(double a, double b) { return lab_bits(a) == lab_bits(b); }
 #endif
 
 LAB_PRECISE_BEGIN
-/* The nearest value of a float type, ties to even, rounded once; by hand, not by fsdp_convert. What
-   is below the smallest normal number is a multiple of the smallest one, and a double near 1.5 *
-   2^52 times that has no other bits. */
+/* Returns the nearest value of a float type, ties to even, rounded once; without fsdp_convert. A
+   value below the smallest normal number is a multiple of the smallest subnormal one, and a
+   double near 1.5 * 2^52 times that has no lower bits. */
 H_FN double lab_round(fsdp_dtype dtype, double x) {
-    const int half = dtype == FSDP_F16, drop = half ? 42 : 45; /* bits of a double's mantissa */
+    const int half = dtype == FSDP_F16, drop = half ? 42 : 45; /* dropped bits of the mantissa */
     const double normal = half ? 6.103515625e-05 : 1.1754943508222875e-38;
     const double unit = normal / (half ? 1024 : 128);
     const double beyond = half ? 65536 : 3.402823669209385e+38;
@@ -120,7 +121,7 @@ H_FN double lab_round(fsdp_dtype dtype, double x) {
 }
 LAB_PRECISE_END
 
-/* Any 64 bits. */
+/* Returns 64 pseudo-random bits. */
 H_FN uint64_t lab_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
     uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + d +
                  1;
@@ -133,32 +134,32 @@ H_FN int lab_pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (
 H_FN double lab_uniform(uint64_t *state) {
     return (double)(h_rand64(state) >> 11) / 9007199254740992.0;
 }
-/* Adds bytes to a hash that began as any number. */
+/* Adds bytes to a hash, which may start with any number. */
 H_FN void lab_fold(uint64_t *hash, const void *data, size_t nbytes) {
     const unsigned char *p = (const unsigned char *)data;
     for (size_t k = 0; k < nbytes; k++) *hash = (*hash ^ p[k]) * 1099511628211u;
 }
 
-/* Elements of a shape. */
+/* Returns the number of elements of a shape. */
 H_FN int64_t lab_numel(int ndim, const int64_t *shape) {
     int64_t numel = 1;
     for (int d = 0; d < ndim; d++) numel *= shape[d];
     return numel;
 }
-/* What getters give that fail: memory, and no parameter's. */
+/* Returns 1 if a getter returned its fallback memory, because it failed. */
 H_FN int lab_undefined(fsdp_model *m, const void *got) {
     return got && got == fsdp_fallback_ptr(m, FSDP_OK);
 }
-/* Of the whole parameter of a view. */
+/* Returns the number of elements of a view's full parameter. */
 H_FN int64_t lab_full_numel(const fsdp_param_view *v) { return lab_numel(v->ndim, v->shape); }
 
-/* Zeros; never NULL. */
+/* Returns zeros, never NULL. */
 H_FN void *lab_zeros(size_t count, size_t size) {
     void *ptr = calloc(count ? count : 1, size);
     CHECK(ptr != NULL);
     return ptr;
 }
-/* Zeros that ranks which are processes write for the test to see; until it ends. */
+/* Returns zeros that the test shares with ranks in processes, until it ends. */
 H_FN void *lab_shared(size_t size) {
     void *ptr = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(ptr != MAP_FAILED);
@@ -177,7 +178,7 @@ H_FN double *lab_doubles(int64_t count) {
             h_fail(H_HERE(#call), "%s: %s [%s]", fsdp_status_name(w_status),                       \
                    fsdp_last_error(world), w_case);                                                \
     } while (0)
-#define W_CHECK(cond, ...) /* ... is a format and its values; adds which case it is */             \
+#define W_CHECK(cond, ...) /* ... is a format and its values; adds w_case */                       \
     do {                                                                                           \
         char w_text[1600];                                                                         \
         if (cond) break;                                                                           \
@@ -185,11 +186,11 @@ H_FN double *lab_doubles(int64_t count) {
         h_fail(H_HERE("CHECK(" #cond ")"), "%s [%s]", w_text, w_case);                             \
     } while (0)
 
-/* Refused with a status, and a text that says why. */
+/* Checks that a call fails with a status, and that its text contains a word. */
 #define REFUSED_AS(status, world, call, word) w_refused(H_HERE(#call), world, call, status, word)
 #define REFUSED(world, call, word)            REFUSED_AS(FSDP_ERR_INVALID_ARG, world, call, word)
 
-/* What is being tested, for the text of a failure. */
+/* The current case, for the text of a failure. */
 static __thread __attribute__((unused)) char w_case[256];
 
 H_FN void w_refused(const char *file, int line, const char *what, fsdp_world *w, fsdp_status got,
@@ -206,10 +207,10 @@ H_FN void w_quiet(int level, fsdp_status code, int rank, const char *text, void 
     (void)level, (void)code, (void)rank, (void)text, (void)user;
 }
 
-/* The logger of all worlds: a test may set its own. */
+/* The logger of all worlds; a test may set its own. */
 static void (*w_log)(int, fsdp_status, int, const char *, void *) __attribute__((unused)) = w_quiet;
 
-/* threads NULL: a process. lanes 0: inline. */
+/* Returns a world desc. threads NULL: a process. lanes 0: inline. */
 H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const char *job,
                             int lanes) {
     fsdp_world_desc d = FSDP_ZERO;
@@ -223,7 +224,7 @@ H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const ch
     return d;
 }
 
-/* For a boot of one's own. */
+/* For a test's own boot. */
 H_FN void *w_alloc(size_t size, size_t align, void *user) {
     void *ptr = NULL;
     (void)user;
@@ -244,14 +245,14 @@ H_FN void w_sleep_ns(int64_t ns) {
     nanosleep(&t, NULL);
 }
 
-/* A name for the ranks that one test starts as processes. */
+/* Returns a job name for the ranks that one test starts as processes. */
 H_FN const char *w_job(const char *what) {
     static __thread char job[100];
     snprintf(job, sizeof job, "test-%s-%d-%d", what, (int)getppid(), (int)getuid());
     return job;
 }
 
-/* The backend without its fused reduction: reductions then go the way of other backends. */
+/* Opens the backend without its fused reduction: reductions work as on other backends. */
 H_FN fsdp_status w_plain_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
     caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
@@ -275,7 +276,7 @@ typedef struct w_heap {
 H_FN int64_t w_allocations(const w_heap *heap) {
     return __atomic_load_n(&heap->total, __ATOMIC_SEQ_CST);
 }
-/* The n-th allocation from now on fails; -1: none. */
+/* Makes the n-th allocation from now on fail; -1: none. */
 H_FN void w_fail(w_heap *heap, int64_t n) {
     __atomic_store_n(&heap->fail_at, n < 0 ? -1 : w_allocations(heap) + n, __ATOMIC_SEQ_CST);
 }
@@ -289,7 +290,7 @@ H_FN void *w_heap_alloc(size_t size, size_t align, void *user) {
         return NULL;
     }
     if (size >> 40 || posix_memalign(&ptr, align, size)) return NULL;
-    memset(ptr, 0xa5, size); /* nobody may count on zeros */
+    memset(ptr, 0xa5, size); /* no code may count on zeros */
     __atomic_add_fetch(&heap->live, 1, __ATOMIC_SEQ_CST);
     __atomic_add_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
     return ptr;
@@ -297,7 +298,7 @@ H_FN void *w_heap_alloc(size_t size, size_t align, void *user) {
 H_FN void w_heap_free(void *ptr, size_t size, void *user) {
     w_heap *heap = (w_heap *)user;
     if (!ptr) return;
-    memset(ptr, 0x5a, size); /* what is freed is not read; and the size is right */
+    memset(ptr, 0x5a, size); /* freed memory is not read; the size is right */
     __atomic_sub_fetch(&heap->live, 1, __ATOMIC_SEQ_CST);
     __atomic_sub_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
     free(ptr);
@@ -313,36 +314,37 @@ H_FN void w_heap_use(w_heap *heap, fsdp_world_desc *desc) {
     desc->allocator = w_heap_allocator(heap);
 }
 
-/* Does the backend that tests get sum f16 in f32 and divide before it stores? NCCL does not. */
+/* Returns 1 if the backend under test sums f16 in f32 and divides before it stores. NCCL does
+   not. */
 H_FN int lab_divides(void) {
     const char *backend = getenv("FSDP_BACKEND");
     return !backend || strcmp(backend, "nccl") != 0;
 }
 
-/* Do ranks share a GPU (tools/one_gpu.sh)? Then each is a process: to NCCL, those of one process are
-   of one host, which must have a GPU for each. */
+/* Returns 1 if ranks share a GPU (tools/one_gpu.sh). Then each must be a process: NCCL takes the
+   ranks of a process as one host, which needs a GPU for each of them. */
 H_FN int lab_shares_gpu(void) {
     return !lab_divides() && (getenv("NCCL_HOSTID") || getenv("NCCL_MULTI_RANK_GPU_ENABLE"));
 }
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
-enum { LAB_WORLDS = 64 }; /* that a rank has one after the other, or side by side */
+enum { LAB_WORLDS = 64 }; /* most worlds of a rank, one after the other or together */
 
 typedef struct lab_how { /* zeros, or NULL: threads, inline, over shared memory */
     const char *job;
     int processes, lanes;
-    int bare;   /* no world is made: the body asks lab_world for them */
-    int shared; /* ranks look at the memory of others: they have to be threads */
+    int bare;   /* no world is made: the body calls lab_world */
+    int shared; /* ranks read each other's memory: they must be threads */
     const fsdp_comm_ops *comm_ops;
     const fsdp_device_ops *device_ops;
 } lab_how;
 
 typedef struct lab_rank {
     int rank, size;
-    fsdp_world *w; /* ended after the body, if not by it */
+    fsdp_world *w; /* lab_end shuts it down, unless the body did */
     void *arg;
-    w_heap *heap; /* of all its worlds: nothing is left in it */
+    w_heap *heap; /* heap of all its worlds; empty at the end */
     struct lab_start *start;
 } lab_rank;
 
@@ -352,10 +354,10 @@ typedef struct lab_start {
     void *arg;
     fsdp_threads threads[LAB_WORLDS];
     w_heap *heaps;
-    int number; /* of this start in its test */
+    int number; /* number of this start in its test */
 } lab_start;
 
-/* World number k of the ranks, in the heap of this one. */
+/* Opens world number k, which allocates from this rank's heap. */
 H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_ops *comm_ops) {
     lab_start *s = r->start;
     char name[120];
@@ -370,7 +372,7 @@ H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_
     return w;
 }
 
-/* Ends the world, if that has not been done: without an error, if it had none before. */
+/* Shuts down the world, if it is open. The shutdown must succeed if the world had not failed. */
 H_FN void lab_end(lab_rank *r) {
     const int failed = r->w && lib_failed(r->w);
     const fsdp_status status = r->w ? fsdp_shutdown(r->w) : FSDP_OK;
@@ -412,7 +414,7 @@ H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void 
     free(s);
 }
 
-/* The same for a body that wants its world alone. */
+/* Runs a body that needs only its world. */
 typedef struct lab_world_call {
     void (*body)(fsdp_world *world, const void *arg);
     const void *arg;
@@ -429,12 +431,12 @@ H_FN void lab_on_worlds(int size, const lab_how *how,
 
 /* ---- a guard before every call of a comm ----------------------------------------------------- */
 
-/* Called before a split (group), a collective (coll), an allocation (neither). It may count, dawdle,
-   or fail the call with a status of its own and a text. desc.user is the guard. */
+/* Called before a split (group), a collective (coll) or an allocation (neither). It may count,
+   delay, or fail the call with its own status and a text. desc.user is the guard. */
 typedef struct lab_guard {
     fsdp_status (*before)(struct lab_guard *g, const fsdp_group *group, const fsdp_coll *coll);
     int plain;        /* without fused reductions */
-    const char *text; /* of a failure */
+    const char *text; /* text of a failure */
 } lab_guard;
 
 typedef struct lab_guarded { /* a comm of shared memory */
@@ -513,7 +515,7 @@ H_FN fsdp_param_desc lab_desc(int ndim, const int64_t *shape, int shard_dim, fsd
     memcpy(d.shape, shape, (size_t)ndim * sizeof *shape);
     return d;
 }
-/* A unit of these parameters; `like`, or NULL, has the rest of its desc. */
+/* Makes a unit of these parameters; `like`, or NULL, has the other fields of its desc. */
 H_FN fsdp_unit *lab_unit(fsdp_world *w, fsdp_model *m, const fsdp_unit_desc *like,
                          const fsdp_param_desc *params, int count) {
     fsdp_unit_desc d = FSDP_ZERO;
@@ -533,11 +535,11 @@ H_FN fsdp_param_view lab_view(fsdp_world *w, fsdp_unit *unit, int index) {
     CALL(w, fsdp_param_view_get(unit, index, &v));
     return v;
 }
-/* On a device with streams the caller's host waits before it touches what they read and write. */
+/* On a device with streams, waits for them before the host reads or writes their data. */
 H_FN void lab_settle(const fsdp_world *w, fsdp_model *m) {
     if (lib_on_streams(w)) CALL(w, fsdp_wait_stream(m, -1));
 }
-/* A forward, or a backward, in which nothing happens. */
+/* Run a forward, or a backward, without computation. */
 H_FN void lab_forward(fsdp_world *w, fsdp_unit *unit) {
     CALL(w, fsdp_pre_forward(unit));
     CALL(w, fsdp_post_forward(unit));
@@ -547,7 +549,7 @@ H_FN void lab_backward(fsdp_world *w, fsdp_unit *unit) {
     CALL(w, fsdp_post_backward(unit));
 }
 
-/* ---- the records that a model emits ---------------------------------------------------------- */
+/* ---- the ops that a model emits -------------------------------------------------------------- */
 
 typedef struct lab_log {
     fsdp_op *ops;
@@ -571,8 +573,8 @@ H_FN void lab_watch(lab_log *log, fsdp_world *w, fsdp_model *model) {
     if (!log->ops) log->cap = 256, log->ops = (fsdp_op *)lab_zeros(256, sizeof *log->ops);
     CALL(w, fsdp_attach(model, &watcher));
 }
-/* The first one from number `from` on with this kind and label (negative: any) of a unit (NULL:
-   any); -1: none. */
+/* Returns the first op from number `from` on with this kind and label (negative: any) of a unit
+   (NULL: any); -1: none. */
 H_FN int lab_next_op(const lab_log *log, int from, int kind, int label, const fsdp_unit *unit) {
     for (int n = from; n < log->num; n++)
         if ((kind < 0 || log->ops[n].kind == kind) && (label < 0 || log->ops[n].label == label) &&
@@ -588,7 +590,7 @@ H_FN int lab_count_ops(const lab_log *log, int from, int kind, int label, const 
 
 /* ---- meshes ---------------------------------------------------------------------------------- */
 
-/* A mesh; names: of each dim, or NULL. ranks NULL: in order. */
+/* Makes a mesh; names: one for each dim, or NULL. ranks NULL: in order. */
 H_FN fsdp_mesh *lab_mesh(fsdp_world *w, int ndim, const int32_t *shape, const char *const *names,
                          const int32_t *ranks) {
     fsdp_mesh_desc d = FSDP_ZERO;

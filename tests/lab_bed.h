@@ -1,5 +1,5 @@
-/* lab_bed.h - one rank of a mesh of tensors: its model, the mesh, what distributes tensors over it,
-   and an observer of records. Tests of fsdp_dtensor.h begin with one.
+/* lab_bed.h - one rank of a mesh of tensors: its model, the mesh, the dmesh that distributes
+   tensors over it, and an observer of ops. Tests of fsdp_dtensor.h begin with one.
 
        bed b;
        bed_begin(&b, w, lab_mesh2(w, 2, 2, "dp", "tp"), NULL);
@@ -13,16 +13,16 @@
 typedef struct bed {
     fsdp_world *w;
     fsdp_model *model;
-    fsdp_mesh *mesh, *dim[DIMS]; /* dim: each one alone */
+    fsdp_mesh *mesh, *dim[DIMS]; /* dim: slice of each dim */
     fsdp_dmesh *dm;
     int32_t ndim, shape[DIMS], coord[DIMS];
-    int overlap, checks; /* checks: parts that were compared */
+    int overlap, checks; /* checks: number of parts compared */
     fsdp_links links;
     lab_log log; /* after bed_watch */
-    int label;   /* of redistributions */
+    int label;   /* label of redistributions */
 } bed;
 
-/* Another dmesh, without the redistributions of the one before. */
+/* Makes a new dmesh, without the redistributions of the previous one. */
 H_FN void bed_renew(bed *b) {
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh_destroy(b->dm);
@@ -30,7 +30,7 @@ H_FN void bed_renew(bed *b) {
     CALL(b->w, fsdp_dmesh_create(b->model, &d, &b->dm));
 }
 
-/* This rank's place in a mesh. */
+/* Notes this rank's position in a mesh. */
 H_FN void bed_locate(bed *b, fsdp_world *w, fsdp_mesh *mesh) {
     memset(b, 0, sizeof *b);
     b->w = w, b->mesh = mesh, b->ndim = fsdp_mesh_ndim(mesh);
@@ -39,7 +39,7 @@ H_FN void bed_locate(bed *b, fsdp_world *w, fsdp_mesh *mesh) {
         b->dim[m] = lab_slice(w, mesh, m);
     }
 }
-/* A model and its dmesh. desc NULL: the model shards over dim 0. */
+/* Makes a model and its dmesh. desc NULL: the model shards over dim 0. */
 H_FN void bed_make(bed *b, const fsdp_model_desc *desc, int overlap) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh_info info;
@@ -53,13 +53,13 @@ H_FN void bed_begin(bed *b, fsdp_world *w, fsdp_mesh *mesh, const fsdp_model_des
     bed_locate(b, w, mesh);
     bed_make(b, desc, 0);
 }
-/* From here on b->log has the records of the model. */
+/* Starts the log of the model's ops in b->log. */
 H_FN void bed_watch(bed *b) {
     b->label = fsdp_label_register(b->model, "activation");
     lab_watch(&b->log, b->w, b->model);
 }
 
-/* A unit whose parameters tensor parallelism cuts or replicates. */
+/* Makes a unit whose parameters tensor parallelism shards or replicates. */
 H_FN fsdp_unit *bed_unit(bed *b, const fsdp_param_desc *params, const fsdp_placement *tp, int count,
                          int partial) {
     fsdp_tp_unit_desc d = FSDP_ZERO;
@@ -69,12 +69,12 @@ H_FN fsdp_unit *bed_unit(bed *b, const fsdp_param_desc *params, const fsdp_place
     return unit;
 }
 
-/* ---- records --------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
 enum { COLLECTIVES, ALL_RECORDS };
 
-/* Records from number `from` on, of redistributions: "AG 16/2" is an all-gather of 16 elements of
-   each of 2 ranks. ALL_RECORDS: local copies and markers, too. */
+/* Returns the ops [from, end) of redistributions as text: "AG 16/2" is an all-gather over 2
+   ranks, with 16 elements from each. ALL_RECORDS: local copies and markers, too. */
 H_FN const char *bed_records(const bed *b, int from, int end, int what) {
     static const char *const names[] = {"copy", "zero", "norm", "AG", "RS", "AR", "bcast", "A2A"};
     static __thread char text[600];

@@ -1,14 +1,17 @@
-/* lab_block.h - a transformer block that tensor parallelism cuts, forward and backward, as a user
-   writes it with fsdp_dtensor.h; and the same block on whole tensors without the library.
+/* lab_block.h - a transformer block with tensor parallelism, forward and backward, as a user writes
+   it with fsdp_dtensor.h; and the same block on full tensors without the library.
 
        n1 = x / rms(x) * norm1;  qkv = n1 qkvw^T + qkvb;  o = causal attention of each head
        mid = x + o projw^T + projb;  n2 = mid / rms(mid) * norm2
        y = mid + tanh(n2 fcw^T + fcb) outw^T + outb
 
-   Heads and hidden channels are cut. Norms, and biases behind a sum, are a replicated unit, which
-   stays open. Plain: a sum over tp behind each half, in backward in front of it. With `sp` each
-   rank has its part of the tokens where no linear needs all of them. With `overlap` the way of dX
-   runs beside the products that give dW.
+   Heads and hidden channels are sharded. Norms, and biases after a sum, are a replicated unit,
+   which
+   stays open. By default there is a sum over tp after each half; in backward before it. With `sp`
+   each
+   rank has its part of the tokens where no linear needs all of them. With `overlap` the
+   redistribution
+   of dX runs while the products compute dW.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_BLOCK_H
@@ -20,17 +23,17 @@ enum { BK_QKVW, BK_QKVB, BK_PROJW, BK_FCW, BK_FCB, BK_OUTW, BK_CUT };
 enum { BK_NORM1 = BK_CUT, BK_PROJB, BK_NORM2, BK_OUTB, BK_PARAMS };
 
 typedef struct block_net {
-    int64_t batch, context, d, heads, size, hidden; /* batch: of each rank with data of its own */
+    int64_t batch, context, d, heads, size, hidden; /* batch: of each data-parallel rank */
     int dp, tp, sp, overlap;
     uint64_t seed;
 } block_net;
 
-/* One rank, or (on.model NULL) the whole. */
+/* One rank, or (on.model NULL) the whole block. */
 typedef struct blk {
     const block_net *net;
     bed on;
-    fsdp_unit *unit[2];                         /* what is cut, what is replicated */
-    int64_t tokens, rows, first, heads, hidden; /* rows: of the tokens, mine, from `first` on */
+    fsdp_unit *unit[2];                         /* the sharded parameters, the replicated ones */
+    int64_t tokens, rows, first, heads, hidden; /* rows: this rank's tokens, from `first` on */
     fsdp_redistribution *gather, *gather_back, *scatter, *scatter_back;
     float *x, *n1, *qkv, *prob, *o, *mid, *n2, *h, *y, *dy, *dx; /* y, dx: the results */
     float *narrow, *wide, *sum, *dwide, *dh, *dqkv, *dmid;
@@ -38,7 +41,7 @@ typedef struct blk {
 } blk;
 
 H_FN int block_ndim(int k) { return k <= BK_PROJW ? 3 : k == BK_FCW || k == BK_OUTW ? 2 : 1; }
-/* Of the whole, or of what a rank has of it. */
+/* Sets the shape of parameter k for this many heads and hidden channels. */
 H_FN void block_shape(const block_net *net, int k, int64_t heads, int64_t hidden, int64_t *shape) {
     const int64_t all[BK_PARAMS][3] = {{3, heads, net->size * net->d},
                                        {3, heads, net->size},
@@ -121,7 +124,7 @@ H_FN void block_ways(blk *b) {
     CALL(b->on.w, fsdp_redistribution_create_backward(b->gather, &adds, &b->gather_back));
     CALL(b->on.w, fsdp_redistribution_create_backward(b->scatter, NULL, &b->scatter_back));
 }
-/* With room for the padding of tokens that are cut unevenly. */
+/* Allocates floats, with room for the padding of unevenly sharded tokens. */
 H_FN float *block_floats(blk *b, int64_t count) {
     void *ptr = NULL;
     if (b->on.model) CALL(b->on.w, fsdp_dmesh_alloc(b->on.dm, count * 4, &ptr));
@@ -152,7 +155,7 @@ H_FN void block_sizes(blk *b, const block_net *net, int rank, int ranks) {
     CHECK_OK(fsdp_shard_range(net->hidden, ranks, rank, &r));
     b->hidden = r.count;
 }
-/* On a mesh (dp, tp). The ranks of tp are replicas of the model. */
+/* Opens a block on a mesh (dp, tp). The ranks of tp are replicas of the model. */
 H_FN void block_open(blk *b, const block_net *net, fsdp_world *w) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh_info info;
@@ -167,7 +170,7 @@ H_FN void block_open(blk *b, const block_net *net, fsdp_world *w) {
     CALL(w, fsdp_init_params(b->on.model, block_fill, b));
     block_memory(b);
 }
-/* On whole tensors. */
+/* Opens a block on full tensors. */
 H_FN void block_open_whole(blk *b, const block_net *net) {
     memset(b, 0, sizeof *b);
     block_sizes(b, net, 0, 1);
@@ -188,9 +191,9 @@ H_FN void block_close(blk *b) {
     for (int k = 0; k < BK_PARAMS; k++) free(b->w[k]), free(b->g[k]);
 }
 
-/* ---- what differs between a rank and the whole ----------------------------------------------- */
+/* ---- differences between a rank and the whole block ------------------------------------------ */
 
-/* Rows of `to` that the way gives; `work` is done while it runs. */
+/* Redistributes `from` into `to`; `work` runs meanwhile. */
 H_FN void block_move(blk *b, fsdp_redistribution *way, float *to, const float *from,
                      void (*work)(blk *b)) {
     if (!b->on.model) {
@@ -219,7 +222,7 @@ H_FN void block_pointers(blk *b, int grads) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* out[n][o] = in[n][i] w[o][i]^T, plus b or not; sums in double */
+/* out[n][o] = in[n][i] w[o][i]^T, plus b unless it is NULL; sums in double */
 H_FN void block_linear(float *out, const float *in, const float *w, const float *b, int64_t n,
                        int64_t o, int64_t i) {
     for (int64_t r = 0; r < n; r++)
@@ -262,7 +265,7 @@ H_FN void block_norm(blk *b, float *whole, const float *in, const float *w) {
         b->narrow[i] = (float)((double)in[i] * block_inv(in + i / d * d, d) * (double)w[i % d]);
     block_move(b, b->gather, whole, b->narrow, NULL);
 }
-/* dx = dy + what comes through the norm of `in`, whose output has the gradient b->sum */
+/* dx = dy + the gradient through the norm of `in`, whose output has the gradient b->sum */
 H_FN void block_norm_back(blk *b, float *dx, const float *dy, const float *in, const float *w,
                           float *dw) {
     const int64_t d = b->net->d;
@@ -307,7 +310,7 @@ H_FN void block_attention(blk *b, int64_t token, int64_t head) {
     }
     for (int64_t t = begin; t <= token; t++) p[t - begin] = (float)(e[t - begin] / sum);
 }
-/* dout: of the head's output */
+/* dout: gradient of the head's output */
 H_FN void block_attention_back(blk *b, int64_t token, int64_t head, const float *dout) {
     const int64_t T = b->net->context, size = b->net->size, begin = token / T * T;
     const float *p = b->prob + (token * b->heads + head) * T;
@@ -329,7 +332,7 @@ H_FN void block_attention_back(blk *b, int64_t token, int64_t head, const float 
     }
 }
 
-/* out = in + bias + the sum of the addends in b->wide */
+/* out = in + bias + the sum of the partial values in b->wide */
 H_FN void block_residual(blk *b, float *out, const float *in, const float *bias) {
     block_move(b, b->scatter, b->sum, b->wide, NULL);
     for (int64_t i = 0; i < b->rows * b->net->d; i++)

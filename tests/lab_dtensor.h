@@ -1,5 +1,5 @@
-/* lab_dtensor.h - what tests of fsdp_dtensor.h share: specs from words and from files, and all specs
-   of a mesh.
+/* lab_dtensor.h - helpers for tests of fsdp_dtensor.h: specs from words and from files, and all
+   specs of a mesh.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_DTENSOR_H
@@ -11,7 +11,8 @@ enum { DIMS = FSDP_MAX_DIMS };
 
 /* ---- specs from words ------------------------------------------------------------------------ */
 
-/* "S0 P R" and the orders of the cuts, -1 elsewhere. */
+/* Sets placements from words like "S0 P R", and the orders of the shard placements; order -1
+   elsewhere. */
 H_FN void placements(const char *words, const int *order, fsdp_placement *place) {
     for (int m = 0; *words; m++) {
         memset(&place[m], 0, sizeof *place);
@@ -26,8 +27,8 @@ H_FN void placements(const char *words, const int *order, fsdp_placement *place)
     }
 }
 
-/* A placement of a file: `0 0 0` R, `1 D 0` S(D), `3 0 OP` P, with PyTorch's numbers of ops. Anything
-   else, a strided one, gives 0. */
+/* Reads a placement from a file: `0 0 0` R, `1 D 0` S(D), `3 0 OP` P, with PyTorch's numbers of
+   ops. Returns 0 for any other one, which is strided. */
 H_FN int read_placement(golden *g, fsdp_placement *p) {
     static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_MAX, FSDP_MIN};
     int64_t kind = golden_int(g), dim = golden_int(g), op = golden_int(g);
@@ -37,7 +38,7 @@ H_FN int read_placement(golden *g, fsdp_placement *p) {
     return kind == 0 || kind == 1 || kind == 3;
 }
 
-/* `mesh ND shape[ND]` and `tensor N shape[N]`. */
+/* Reads `mesh ND shape[ND]` and `tensor N shape[N]`. */
 H_FN void read_frame(golden *g, fsdp_spec *frame) {
     if (golden_is(g, "mesh")) {
         frame->mesh_ndim = (int32_t)golden_int(g);
@@ -62,7 +63,8 @@ H_FN void read_spec(golden *g, const fsdp_spec *frame, fsdp_spec *out) {
                             frame->ndim, frame->shape));
 }
 
-/* Row-major: the last mesh dim moves first. 0 behind the last coordinate. */
+/* Steps to the next coordinate, row-major: the last mesh dim moves first. Returns 0 after the
+   last one. */
 H_FN int next_coord(int ndim, const int32_t *mesh, int32_t *coord) {
     for (int m = ndim - 1; m >= 0; m--) {
         if (++coord[m] < mesh[m]) return 1;
@@ -71,9 +73,9 @@ H_FN int next_coord(int ndim, const int32_t *mesh, int32_t *coord) {
     return 0;
 }
 
-/* ---- what parts hold --------------------------------------------------------------------------- */
+/* ---- values of local tensors ----------------------------------------------------------------- */
 
-/* Element `at` (row-major) of a part is this element of the whole. */
+/* Returns the index in the full tensor of element `at` (row-major) of a local one. */
 H_FN int64_t whole_index(const fsdp_spec *s, const fsdp_local *l, int64_t at) {
     int64_t index = 0, stride = 1;
     for (int d = s->ndim - 1; d >= 0; d--) {
@@ -84,7 +86,7 @@ H_FN int64_t whole_index(const fsdp_spec *s, const fsdp_local *l, int64_t at) {
     return index;
 }
 
-/* What coordinate c of n holds of a value, so that all of them together give it. */
+/* Returns the partial value at coordinate c of n: all n together reduce to `value`. */
 H_FN double addend(double value, int op, int c, int n) {
     if (op == FSDP_MAX) return value - (n - 1 - c);
     if (op == FSDP_MIN) return value + c;
@@ -92,8 +94,8 @@ H_FN double addend(double value, int op, int c, int n) {
     return c ? value * (c + 1) : value * (1 - (n * (n + 1) / 2 - 1));
 }
 
-/* What a rank holds of a tensor whose element i of the whole is value(i): its part, of addends
-   where the spec has some. */
+/* Fills in a rank's local tensor of a full one whose element i is value(i); partial values where
+   the spec has a partial placement. */
 H_FN void fill_part(const fsdp_spec *s, const int32_t *coord, double (*value)(int64_t),
                     void *part) {
     fsdp_local l;
@@ -111,8 +113,8 @@ H_FN void fill_part(const fsdp_spec *s, const int32_t *coord, double (*value)(in
 
 typedef void each_spec(const fsdp_spec *s, void *arg);
 
-/* All orders of the cuts of these placements: odometers over 0..count-1, those that are
-   permutations. */
+/* Calls `each` for all orders of these shard placements: counts through all numbers 0..count-1,
+   and keeps the permutations. */
 H_FN void all_orders(int mesh_ndim, const int32_t *mesh, fsdp_placement *place, int ndim,
                      const int64_t *shape, each_spec *each, void *arg) {
     fsdp_spec s;
@@ -139,7 +141,7 @@ H_FN void all_orders(int mesh_ndim, const int32_t *mesh, fsdp_placement *place, 
     }
 }
 
-/* All placements of R, P, S(d) of one mesh and shape, in all orders. */
+/* Calls `each` for all placements R, P, S(d) of one mesh and shape, in all orders. */
 H_FN void all_specs(int mesh_ndim, const int32_t *mesh, int ndim, const int64_t *shape,
                     each_spec *each, void *arg) {
     int choice[DIMS] = {0}, m;

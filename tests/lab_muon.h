@@ -1,12 +1,12 @@
-/* lab_muon.h - what tests of Muon share: a product for devices.
+/* lab_muon.h - a matrix product on devices, for tests of Muon.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_MUON_H
 #define LAB_MUON_H
 #include "lab.h"
 
-/* On a device (stand-ins; memory that the host can read) the product of the host, in the order of the
-   stream: so results have the bits of the host. */
+/* Computes the host's product, in the order of the stream, on a device whose memory the host can
+   read (stand-ins): results have the bits of the host. */
 H_FN fsdp_status lab_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
                           const void *a, int64_t lda, int a_transposed, const void *b, int64_t ldb,
                           int b_transposed, float beta, void *c, int64_t ldc, fsdp_dtype dtype) {

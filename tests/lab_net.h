@@ -1,6 +1,6 @@
-/* lab_net.h - nets for tests: a net is a table of parameters, from which units and models are made,
-   and lab_truth what has to come out of training it when gradients are whole numbers: the sum of
-   such is exact in any order, so that an element of every rank is known to the bit.
+/* lab_net.h - nets for tests. A net is a table of parameters, from which units and models are made.
+   lab_truth has the expected result of training it with gradients that are whole numbers: their sum
+   is exact in any order, so that each element is known to the bit.
 
        static const lab_param rows[] = {{0, "w", FSDP_F32, 0, 0, 2, 0, {7, 5}},
                                         {0, "b", FSDP_F32, 0, 0, 1, 0, {3}}};
@@ -17,22 +17,22 @@ typedef struct lab_param {
     int unit;
     const char *name;
     fsdp_dtype dtype;
-    int tag; /* what it means is up to the test */
+    int tag; /* for use by the test */
     int frozen, ndim, shard_dim;
     int64_t shape[3];
 } lab_param;
 
 typedef struct lab_net {
-    const lab_param *rows; /* those of a unit are neighbours */
+    const lab_param *rows; /* the rows of each unit are adjacent */
     int count, units;
 } lab_net;
 
-typedef struct lab_built { /* a model of it, on one rank */
+typedef struct lab_built { /* a model of a net, on one rank */
     const lab_net *net;
     fsdp_world *w;
     fsdp_model *model;
     fsdp_unit *unit[LAB_UNITS];
-    int index[LAB_PARAMS], frozen[LAB_PARAMS]; /* place in the unit; now */
+    int index[LAB_PARAMS], frozen[LAB_PARAMS]; /* index in the unit; current flag */
 } lab_built;
 
 H_FN int64_t lab_numel_of(const lab_net *net, int p) {
@@ -41,18 +41,18 @@ H_FN int64_t lab_numel_of(const lab_net *net, int p) {
 H_FN size_t lab_nbytes_of(const lab_net *net, int p) {
     return (size_t)lab_numel_of(net, p) * fsdp_dtype_size(net->rows[p].dtype);
 }
-/* The first parameter of a unit. */
+/* Returns the first parameter of a unit. */
 H_FN int lab_first_of(const lab_net *net, int unit) {
     int p = 0;
     while (p < net->count && net->rows[p].unit != unit) p++;
     return p;
 }
-/* Where a view's parameter is in the table. */
+/* Returns the row of a view's parameter. */
 H_FN int lab_row_of(const lab_net *net, const fsdp_param_view *v) {
     return (int)((const lab_param *)v->user - net->rows);
 }
 
-/* The descs of a unit's parameters. Returns how many. */
+/* Sets the descs of a unit's parameters. Returns their number. */
 H_FN int lab_descs(const lab_built *m, int unit, fsdp_param_desc *out) {
     int count = 0;
     for (int p = lab_first_of(m->net, unit); p < m->net->count; p++) {
@@ -65,7 +65,7 @@ H_FN int lab_descs(const lab_built *m, int unit, fsdp_param_desc *out) {
     return count;
 }
 
-/* Before units are made: whose model it is, and what is frozen at first. */
+/* Starts a model, before its units are made: sets which parameters are frozen. */
 H_FN void lab_begin(lab_built *m, const lab_net *net, fsdp_world *w) {
     CHECK(net->count <= LAB_PARAMS && net->units <= LAB_UNITS);
     m->net = net, m->w = w;
@@ -90,7 +90,7 @@ H_FN void lab_build(lab_built *m, const lab_net *net, fsdp_world *w, const fsdp_
     CALL(w, lab_try_units(m));
 }
 
-/* Any number in [-2, 2) of a few digits. */
+/* Returns a number in [-2, 2) with a few digits. */
 H_FN double lab_value(int64_t a, int64_t b) {
     return (double)((a * 7919 + b * 104729 + a * b) % 4001) / 1000 - 2;
 }
@@ -100,7 +100,7 @@ H_FN void lab_fill(void *user, const fsdp_param_view *block) { /* for fsdp_init_
         lab_put(block->data, block->dtype, k, lab_value(block->ordinal, fsdp_view_index(block, k)));
 }
 
-/* Of the full parameter; my view of it. */
+/* Return the unit of parameter p; this rank's view of p. */
 H_FN fsdp_unit *lab_unit_of(const lab_built *m, int p) { return m->unit[m->net->rows[p].unit]; }
 H_FN fsdp_param_view lab_view_of(const lab_built *m, int p) {
     return lab_view(m->w, lab_unit_of(m, p), m->index[p]);
@@ -115,7 +115,7 @@ H_FN void *lab_grad(const lab_built *m, int p) {
     W_CHECK(grad != NULL, "no gradient of %s: %s", m->net->rows[p].name, fsdp_last_error(m->w));
     return grad;
 }
-/* Freezes or thaws it. */
+/* Freezes or thaws parameter p. */
 H_FN void lab_freeze(lab_built *m, int p, int frozen) {
     CALL(m->w, fsdp_set_requires_grad(lab_unit_of(m, p), m->index[p], !frozen));
     m->frozen[p] = frozen;
@@ -124,17 +124,17 @@ H_FN void lab_forwards(const lab_built *m) {
     for (int u = 0; u < m->net->units; u++) lab_forward(m->w, m->unit[u]);
 }
 
-/* ---- what has to come out, in f32 ------------------------------------------------------------ */
+/* ---- the expected result, in f32 ------------------------------------------------------------- */
 
 typedef struct lab_truth {
     float weight[LAB_PARAMS][LAB_NUMEL], grad[LAB_PARAMS][LAB_NUMEL];
-    double kept[LAB_PARAMS][LAB_NUMEL];    /* sums over ranks that were not reduced */
-    double partial[LAB_PARAMS][LAB_NUMEL]; /* that were reduced over the shards */
+    double kept[LAB_PARAMS][LAB_NUMEL];    /* sums over ranks of unreduced gradients */
+    double partial[LAB_PARAMS][LAB_NUMEL]; /* partial sums, reduced over the shards only */
     int has[LAB_PARAMS], has_kept[LAB_PARAMS], has_partial[LAB_PARAMS];
 } lab_truth;
 
-/* The sums become a gradient, or, in a reduction that leaves out the replicas, wait for the next.
-   Only the product with 1/members, and what is added to it, are rounded. */
+/* Reduces the sums to a gradient; or, without the replicas, keeps them for the next reduction.
+   Only the product with 1/members, and additions to it, are rounded. */
 H_FN void lab_reduce(lab_truth *t, const lab_net *net, int p, int members, int partial) {
     const float factor = 1.0f / (float)members;
     for (int64_t e = 0; e < lab_numel_of(net, p); e++) {
@@ -150,7 +150,7 @@ H_FN void lab_reduce(lab_truth *t, const lab_net *net, int p, int members, int p
     t->has[p] |= !partial;
 }
 
-/* A step of SGD; a rate that is a power of two, so that the product is exact. */
+/* Runs a step of SGD; the rate is a power of two, so that the product is exact. */
 H_FN void lab_descend(float *weight, const float *grad, int64_t numel, float rate) {
     for (int64_t k = 0; k < numel; k++) {
         volatile float move = rate * grad[k];
@@ -163,7 +163,7 @@ H_FN void lab_descend_truth(const lab_built *m, lab_truth *t, float rate) {
             lab_descend(t->weight[p], t->grad[p], lab_numel_of(m->net, p), rate);
     memset(t->has, 0, sizeof t->has);
 }
-/* On shards, and on what is expected; the gradients are gone after it. */
+/* Runs a step of SGD on the shards and on the expected weights, and drops the gradients. */
 H_FN void lab_update(const lab_built *m, lab_truth *t, float rate) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(m->model, &v))
@@ -173,7 +173,7 @@ H_FN void lab_update(const lab_built *m, lab_truth *t, float rate) {
     lab_descend_truth(m, t, rate);
 }
 
-/* What the parameters of a unit are in forward and backward, in the dtype they are gathered in. */
+/* Checks a unit's gathered parameters, in the dtype in which they are gathered. */
 H_FN void lab_check_data(const lab_built *m, const lab_truth *t, int unit, fsdp_dtype dtype) {
     for (int p = lab_first_of(m->net, unit); p < m->net->count && m->net->rows[p].unit == unit;
          p++) {
@@ -186,12 +186,12 @@ H_FN void lab_check_data(const lab_built *m, const lab_truth *t, int unit, fsdp_
     }
 }
 
-/* One float of a shard. */
+/* Checks one float of a shard. */
 H_FN void lab_check_float(const char *what, int p, int64_t at, float got, float want) {
     W_CHECK(!memcmp(&got, &want, sizeof got), "%s of %d at %lld: %g, expected %g", what, p,
             (long long)at, (double)got, (double)want);
 }
-/* My shards and their gradients, bit by bit; none where there is none. */
+/* Checks this rank's shards and gradients, bit for bit, and that no other gradient exists. */
 H_FN void lab_check_params(const lab_built *m, const lab_truth *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(m->model, &v))
@@ -211,7 +211,7 @@ H_FN void lab_check_grads(const lab_built *m, const lab_truth *t) {
                             t->grad[p][fsdp_view_index(&v, k)]);
     }
 }
-/* The whole of parameter p, or, grads, of its gradient: zeros if it has none. */
+/* Checks the full parameter p, or (grads) its full gradient: zeros if it has none. */
 H_FN void lab_check_full(const lab_built *m, const lab_truth *t, int p, int grads) {
     float full[LAB_NUMEL], zeros[LAB_NUMEL] = {0};
     memset(full, 0x55, sizeof full);
@@ -239,17 +239,17 @@ static const lab_optim_kind lab_optim_kinds[]
                                {"sgd", 1, 0, 0, 0, 0, 0, 0},
                                {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
                                {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
-static const struct { /* of fsdp_optim_group */
+static const struct { /* values of fsdp_optim_group */
     double lr_scale, weight_decay;
 } lab_optim_groups[3] __attribute__((unused)) = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
 
-typedef struct lab_optim { /* one of them */
+typedef struct lab_optim { /* one of the two */
     const lab_optim_kind *kind;
     fsdp_adamw *adamw;
     fsdp_sgd *sgd;
 } lab_optim;
 
-/* The group of a parameter is the tag of its row. */
+/* Returns a parameter's group, which is the tag of its row. */
 H_FN int lab_group_of(void *user, const fsdp_param_view *v) {
     CHECK(v->requires_grad);
     return ((const lab_net *)user)->rows[lab_row_of((const lab_net *)user, v)].tag;

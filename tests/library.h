@@ -1,5 +1,5 @@
-/* library.h - the library as tests see it: what its headers declare, and the few of its private
-   functions that library.c shows.
+/* library.h - the library as tests see it: the declarations of its headers, and the few private
+   functions that library.c exports.
 
    SPDX-License-Identifier: MIT */
 #ifndef LIBRARY_H
@@ -25,18 +25,18 @@
 
 const fsdp_device_ops *lib_host_ops(void);
 void lib_host_update(const fsdp_update *u);
-/* dst = scale * src, or dst += it, in the way in which a reduction does it. */
+/* Sets dst to scale * src, or adds it, as a reduction does. */
 void lib_sum(void *dst, fsdp_dtype to, const void *src, fsdp_dtype from, size_t count, double scale,
              int accumulate);
 uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes); // as counters count them
-fsdp_status lib_failed(const fsdp_world *w); // what has ended the world, without a call of its
+fsdp_status lib_failed(const fsdp_world *w); // status that ended the world
 fsdp_status lib_assert(fsdp_world *w, int holds);
-void lib_drain(fsdp_world *w);               // until no lane has anything to do
-/* Before the host looks at, or writes, what work on a stream uses; NULL: it is done already. */
+void lib_drain(fsdp_world *w); // waits until all worker threads are idle
+/* Waits for work on a stream before the host reads or writes its data; NULL: it is done already. */
 void lib_wait(void *stream);
 int lib_on_streams(const fsdp_world *w);     // ops run on streams of the device
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);
-const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // of its own shards
+const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // frozen shards
 uint32_t lib_crc32c_by_table(uint32_t crc, const void *data, int64_t nbytes);
 int lib_has_crc32c(void); // fsdp_crc32c uses an instruction
 

@@ -1,8 +1,8 @@
-/* plan.h - nets for tests of plans: a net is a list of units and the calls of a step. The same
-   training runs by calls and with a plan; what has to be equal is compared bit by bit.
+/* plan.h - nets for tests of plans. A net is a list of units and the calls of a step. The same
+   training runs eagerly and with a plan, and the results are compared bit by bit.
 
-   Gradients are a function of the gathered parameters, the rank, the step and the call, so that
-   whatever a gather or a reduction does otherwise shows in what comes after.
+   Gradients are a function of the gathered parameters, the rank, the step and the call, so that any
+   difference in a gather or a reduction shows in later results.
 
    SPDX-License-Identifier: MIT */
 #ifndef PLAN_H
@@ -12,22 +12,22 @@
 
 enum { PLAN_UNITS = 72, PLAN_CALLS = 320, PLAN_STEPS = 320, PLAN_PARAMS = 12 };
 
-enum {                           /* what a net has set, a set */
+enum {                           /* options of a net, a set */
        PLAN_SUM_HOOK = 1,        /* all-reduce hooks */
        PLAN_GRAD_HOOK = 2,       /* post-accumulate hooks that write shards */
-       PLAN_CUSTOM = 4,          /* collectives of the test's own */
+       PLAN_CUSTOM = 4,          /* custom collectives of the test */
        PLAN_STRINGS = 8,         /* parameter 0 has a gather extension */
        PLAN_LISTS = 16,          /* prefetch lists */
        PLAN_NO_RESHARD = 32,     /* reshard_after_backward 0 */
        PLAN_NO_UNSHARD = 64,     /* unshard_in_backward 0: backward needs no parameters */
-       PLAN_UNUSED = 128,        /* a parameter is used, or not, by step: alike on all ranks */
+       PLAN_UNUSED = 128,        /* parameters are used in some steps, equally on all ranks */
        PLAN_NO_ALL_REDUCE = 256, /* fsdp_set_requires_all_reduce 0 */
        PLAN_SOME_USED = 512      /* by rank and step: fsdp_set_reduce_scatter_unused_params 1 */
 };
 
 typedef struct plan_net {
     const char *name;
-    int num_units, num_params;    /* of each unit, unless `params` says otherwise */
+    int num_units, num_params;    /* num_params: of each unit */
     int64_t rows[PLAN_PARAMS][2]; /* shapes: matrices; a second size of 0: vectors */
     int num_calls;
     struct {
@@ -35,25 +35,25 @@ typedef struct plan_net {
     } calls[PLAN_CALLS];
     fsdp_model_desc model;
     int never;                      /* 1 + the unit that stays open around the others */
-    int replicas;                   /* 0: one-dimensional; else HSDP, or with all ranks DDP */
+    int replicas;                   /* 0: one-dimensional; otherwise HSDP, or with all ranks DDP */
     int frozen;                     /* 1 + the parameter that is frozen in each unit */
     int frozen_unit;                /* 1 + the unit whose parameters are all frozen */
     int sets;                       /* PLAN_* */
-    fsdp_dtype dtypes[PLAN_PARAMS]; /* of stored parameters */
+    fsdp_dtype dtypes[PLAN_PARAMS]; /* stored dtypes; 0: f32 */
     int keep[PLAN_PARAMS];          /* keep_dtype */
     int scaled;                     /* units differ in size: rows times 1 + unit % scaled */
-    const char *const *names;       /* of units; NULL: h.0, h.1, ... */
+    const char *const *names;       /* names of units; NULL: h.0, h.1, ... */
     int reshard[PLAN_UNITS];        /* reshard_after_forward of each unit; 0: as the model */
     int empty;                      /* 1 + the unit whose parameters have no elements */
 } plan_net;
 
 typedef struct plan_result {
-    uint64_t hash[PLAN_STEPS]; /* of what every forward and backward saw, and of the shards */
+    uint64_t hash[PLAN_STEPS]; /* hash of the data in all hooks, and of the shards */
     uint64_t grads[PLAN_STEPS];
     fsdp_counters counters[PLAN_STEPS];
     fsdp_memory memory;
     fsdp_plan_report report;
-    fsdp_plan_mode mode[PLAN_STEPS]; /* behind each step */
+    fsdp_plan_mode mode[PLAN_STEPS]; /* after each step */
     char why[PLAN_STEPS][160];
     int count;
 } plan_result;
@@ -64,13 +64,13 @@ typedef struct plan_bed { /* one rank */
     fsdp_model *model;
     fsdp_unit *unit[PLAN_UNITS];
     fsdp_plan *plan;
-    sim *s; /* that plays the device; NULL: a real one */
+    sim *s; /* the simulated device; NULL: a real one */
     uint64_t hash;
     int step;
     int keeps_grads; /* steps do not call fsdp_zero_grad */
     int rests;       /* steps do not change parameters, so that they stay gathered */
     int is_partial;  /* steps may end without gradients */
-    int freezes;     /* parameters are frozen and thawed, so that nobody looks who has a gradient */
+    int freezes;     /* parameters are frozen and thawed: gradients are not checked */
     int frozen_now;  /* parameter 0 of unit 1 is frozen now */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
 } plan_bed;
@@ -84,7 +84,7 @@ H_FN void plan_pair(plan_net *n, int unit, int backward) {
     plan_call(n, unit, backward ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD);
     plan_call(n, unit, backward ? FSDP_CALL_POST_BACKWARD : FSDP_CALL_POST_FORWARD);
 }
-/* The units of `order`, and back. */
+/* Appends a forward of the units in `order`, and a backward in reverse. */
 H_FN void plan_visit(plan_net *n, const int *order, int count) {
     for (int i = 0; i < count; i++) plan_pair(n, order[i], 0);
     for (int i = count - 1; i >= 0; i--) plan_pair(n, order[i], 1);
@@ -100,7 +100,7 @@ H_FN plan_net plan_chain(int units, int64_t rows, int64_t cols) {
     plan_visit(&n, order, units);
     return n;
 }
-/* Three layers, used as 0 0 1 1 2 2 0 1 2 0 1 2, and back. */
+/* Returns a net of three layers, used as 0 0 1 1 2 2 0 1 2 0 1 2, and in reverse. */
 H_FN plan_net plan_nested(void) {
     static const int order[12] = {0, 0, 1, 1, 2, 2, 0, 1, 2, 0, 1, 2};
     plan_net n = plan_chain(3, 16, 16);
@@ -110,7 +110,8 @@ H_FN plan_net plan_nested(void) {
     return n;
 }
 
-/* The last unit is visited twice in forward; its second backward is open to the end. */
+/* Returns a net whose last unit is visited twice in forward; its second backward stays open to
+   the end. */
 H_FN plan_net plan_open_again(int units) {
     plan_net n = plan_chain(units, 16, 16);
     n.num_calls = 0;
@@ -130,9 +131,9 @@ H_FN void plan_fill(void *user, const fsdp_param_view *v) {
     }
 }
 
-/* ---- what a net may set ---------------------------------------------------------------------- */
+/* ---- options of a net ------------------------------------------------------------------------ */
 
-static sim *plan_sim;          /* for functions that the library calls: of this process, or NULL */
+static sim *plan_sim;          /* the simulated device of this process, or NULL */
 static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, reductions, strings */
 
 H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATOMIC_SEQ_CST); }
@@ -168,7 +169,7 @@ H_FN fsdp_status plan_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *co
     if (coll->kind != FSDP_OP_ALL_GATHER) plan_count(2);
     return ops->run(comm, coll);
 }
-/* Twice the shard, and 8 bytes more. */
+/* Two tensors per shard: the shard, and 8 bytes. */
 H_FN int plan_sizes(void *user, int64_t numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
     (void)user;
     nbytes[0] = numel * (int64_t)sizeof(float);
@@ -267,7 +268,7 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
     for (int u = 0; u < net->num_units && net->sets; u++) plan_set(b, b->unit[u], u);
 }
 
-/* Of gathered parameter i and of its gradient. */
+/* Returns the dtype of gathered parameter i and of its gradient. */
 H_FN fsdp_dtype plan_dtype(const plan_net *n, int i) {
     fsdp_dtype own = n->dtypes[i] ? n->dtypes[i] : FSDP_F32;
     return n->model.param_dtype && !n->keep[i] ? n->model.param_dtype : own;
@@ -279,7 +280,8 @@ H_FN void plan_write(const plan_bed *b, const void *ptr, int64_t nbytes) {
     if (b->s) sim_write(b->s, "the caller", ptr, nbytes);
 }
 
-/* What a unit's parameters are, into the hash; in backward gradients that follow from them. */
+/* Returns 1 if a parameter is unused. PLAN_UNUSED: only in one step, which is replayed, a unit
+   has no used parameter. */
 /* PLAN_UNUSED: only in one step, which is replayed, a unit has no parameter that is used. */
 H_FN int plan_is_idle(const plan_bed *b, int unit, int param) {
     const uint64_t step = (uint64_t)b->step, at = (uint64_t)unit * PLAN_PARAMS + (uint64_t)param;
@@ -320,8 +322,8 @@ H_FN fsdp_status plan_hook(plan_bed *b, int unit, int call) {
     return calls[call](b->unit[unit]);
 }
 
-/* Calls [from, to) of a step. What is gathered is looked at behind the pre_* and again before the
-   post_*: nobody else has written it meanwhile. */
+/* Runs calls [from, to) of a step. Adds gathered data to the hash after the pre_* calls and
+   again before the post_* calls: nothing may write it in between. */
 H_FN void plan_calls(plan_bed *b, int from, int to) {
     for (int i = from; i < to; i++) {
         int unit = b->net->calls[i].unit, call = b->net->calls[i].call;
@@ -333,7 +335,7 @@ H_FN void plan_calls(plan_bed *b, int from, int to) {
     }
 }
 
-/* Gradients into a hash; descent; zeros. */
+/* Updates: returns a hash of the gradients, subtracts them from the shards, and zeroes them. */
 H_FN uint64_t plan_update(plan_bed *b) {
     fsdp_param_view v = FSDP_ZERO;
     uint64_t grads = 1;
@@ -352,7 +354,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
             lab_put(v.shard, v.dtype, k,
                     lab_get(v.shard, v.dtype, k) - lab_get(v.shard_grad, v.grad_dtype, k) / 8);
         lab_fold(&b->hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
-        for (int64_t k = 0; k < v.numel; k++) { /* a test of infinities and NaNs is none */
+        for (int64_t k = 0; k < v.numel; k++) { /* infinities and NaNs would compare nothing */
             double x = lab_get(v.shard, v.dtype, k);
             CHECK(x > -1e3 && x < 1e3);
         }
@@ -362,7 +364,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
     return grads;
 }
 
-/* Behind finalize: descent, and what there is to see. */
+/* Ends a step after finalize: updates, and notes the results. */
 H_FN void plan_step_end(plan_bed *b, plan_result *out) {
     int i = b->step;
     CHECK(i < PLAN_STEPS);
@@ -382,7 +384,7 @@ H_FN void plan_step(plan_bed *b, plan_result *out) {
     plan_step_end(b, out);
 }
 
-/* Bytes of all slots, those of plans included. */
+/* Returns the bytes of all slots, including those of plans. */
 H_FN int64_t plan_slots(const fsdp_memory *m) {
     int64_t bytes = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++)

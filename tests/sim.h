@@ -1,32 +1,31 @@
-/* sim.h - a test device and a test comm that do nothing but count and keep a simulated clock. One
-   process plays one rank of any world.
+/* sim.h - a test device and a test comm that only count ops and keep a simulated clock. One process
+   plays one rank of any world.
 
        sim s;
        sim_init(&s, 4, 0);                  // world of 4, rank 0; then change what you like
        s.async = 0;                         // inline instead of streams
        fsdp_world *world = sim_open(&s);    // fsdp_init with the tables of this file
        ...
-       sim_watch(&s, model);                // s.ops: every op record that the model emits
+       sim_watch(&s, model);                // s.ops: every op that the model emits
        ...
-       sim_close(&s);                       // fsdp_shutdown, and what the sim has allocated
+       sim_close(&s);                       // fsdp_shutdown, and frees the sim's memory
 
-   Time. The host and each stream have a clock in nanoseconds. Work on a stream begins when the
-   stream is free, not before the host has issued it; collectives of one process group come one
+   Time. The host and each stream have a clock in nanoseconds. Work on a stream starts when the
+   stream is free, and not before the host has issued it; collectives of one process group run one
    after another. Without streams the host does all work itself. sim_compute is the caller's own
    work.
 
-   Races. With s.checks every element of device memory remembers who wrote and who read it last,
-   and the host and the streams carry vector clocks that move only through record, wait and sync.
-   An access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
-   sim_read and sim_write tell of the caller's own accesses, sim_called of those of functions that
-   the library calls in a stream's order. s.ignore_wait leaves one wait out.
+   Races. With s.checks every element of device memory keeps its last writer and its last readers,
+   and the host and the streams have vector clocks that change only through record, wait and sync.
+   An access that is not ordered after an earlier conflicting one is a race: s.races, s.race.
+   sim_read and sim_write note the caller's accesses, sim_called those of functions that the library
+   calls in a stream's order. s.ignore_wait leaves one wait out.
 
-   Data. With s.moves they move as if every rank held what this one holds. With s.opaque device
-   memory is at addresses that crash the host: what is not done by the tables is found out. A test
-   looks at it, and fills it, through sim_host.
+   Data. With s.moves data move as if every rank held this rank's data. With s.opaque device memory
+   is at addresses that crash the host, which finds accesses outside the tables. A test reads and
+   fills it through sim_host.
 
-   With s.null the tables do nothing at all, so that what remains is the host's cost of the
-   library.
+   With s.null the tables do nothing, so that only the library's cost on the host remains.
 
    SPDX-License-Identifier: MIT */
 #ifndef SIM_H
@@ -35,27 +34,27 @@
 #include <sys/mman.h> /* mmap: addresses without memory */
 
 #define SIM_FN    static __attribute__((unused))
-#define SIM_GRAIN 2 /* bytes of device memory that are watched together */
+#define SIM_GRAIN 2 /* bytes of device memory that share a cell */
 enum { SIM_MEMORY_COMM = 2, SIM_MEMORY_KINDS }; /* after FSDP_MEMORY_PINNED */
 
 enum { SIM_HOST = FSDP_STREAM_COUNT, SIM_ACTORS }; /* the streams, and the host */
 
-typedef struct { /* who touched these bytes last; a clock of 0: nobody */
+typedef struct { /* last accesses to these bytes; a clock of 0: none */
     uint32_t writer, written, read[SIM_ACTORS];
 } sim_cell;
 
-typedef struct sim_block { /* one piece of memory of the tables */
+typedef struct sim_block { /* one block of memory of the tables */
     char *ptr;             /* its address */
-    char *data;            /* what it holds; elsewhere if the host must not see it */
+    char *data;            /* its contents; at another address if the host must not access it */
     size_t nbytes;
-    int number, kind; /* FSDP_MEMORY_*; SIM_MEMORY_COMM: the comm's */
+    int number, kind; /* kind: FSDP_MEMORY_*; SIM_MEMORY_COMM: the comm's */
     sim_cell *cells;
     struct sim_block *next;
 } sim_block;
 
 typedef struct sim_event {
     int64_t time;
-    int actor; /* recorded it */
+    int actor; /* the actor that recorded it */
     uint32_t clock[SIM_ACTORS];
 } sim_event;
 
@@ -72,42 +71,42 @@ typedef struct sim_group { /* a comm */
 } sim_group;
 
 typedef struct sim {
-    /* Set by sim_init; may be changed before sim_open. */
+    /* Set by sim_init; may be changed before sim_open: */
     int world_size, rank;
     int async;      /* streams; 0: inline */
-    int null;       /* nothing is counted, no clock, no race is seen */
-    int threads;    /* lanes of the host device: 0, 1, 2; the sim then only counts ops */
+    int null;       /* nothing is counted, and there are no clocks and no race checks */
+    int threads;    /* worker threads of the host device: 0, 1, 2; the sim then only counts ops */
     int fused;      /* FSDP_CAP_FUSED_REDUCE */
     int comm_lanes; /* fsdp_caps.lanes */
-    int all_to_all; /* the comm has it */
+    int all_to_all; /* the comm has all_to_all */
     int opaque;     /* the host cannot read device memory */
     int no_update;  /* the device has no function for updates */
     int moves, checks;
     int64_t latency_ns, coll_bytes_per_ns, copy_bytes_per_ns;
-    int64_t ignore_wait; /* number of the wait that is left out, -1: none */
-    /* Seen. */
+    int64_t ignore_wait; /* number of the wait that is left out; -1: none */
+    /* Results: */
     fsdp_world *world;
     int64_t now[SIM_ACTORS], busy[SIM_ACTORS]; /* clocks; time spent working */
-    int64_t last_cost;                         /* of the latest piece of work */
+    int64_t last_cost;                         /* cost of the latest work */
     int64_t waits, records, syncs;
     uint64_t colls[FSDP_OP_COUNT],
-        coll_bytes[FSDP_OP_COUNT]; /* run; received from other ranks by them */
-    uint64_t works;                /* copies, zeros and norms that were run */
-    uint64_t updates, updated;     /* of optimizers and scalers; elements of them */
-    uint64_t calls;                /* of sim_called */
+        coll_bytes[FSDP_OP_COUNT]; /* collectives; bytes received from other ranks */
+    uint64_t works;                /* number of copies, zeros and norms */
+    uint64_t updates, updated;     /* number of optimizer and scaler updates; their elements */
+    uint64_t calls;                /* number of sim_called calls */
     int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
     int64_t live_bytes[SIM_MEMORY_KINDS];
-    int bad_frees; /* of another kind or size than was allocated, or of nothing */
+    int bad_frees; /* with another kind or size than allocated, or of unknown memory */
     fsdp_op *ops;
     int num_ops, cap_ops;
     void (*on_op)(void *user, const fsdp_op *op); /* called for each op that sim_watch sees */
-    void (*on_wait)(void *user, int stream); /* for an event of which it is about to wait */
+    void (*on_wait)(void *user, int stream); /* called before a wait for an event of `stream` */
     void *on_op_user;
     int num_logged;
     char logged[1024]; /* the latest text */
     int races;
     char race[512]; /* the first one */
-    /* Own. */
+    /* Private: */
     fsdp_device_ops device; /* the table of this world's device */
     uint32_t clock[SIM_ACTORS][SIM_ACTORS];
     sim_block *blocks;
@@ -133,7 +132,7 @@ SIM_FN sim_block *sim_find(sim *s, const void *ptr) {
     return NULL;
 }
 
-/* One access of an actor to device memory. Other memory is not watched. */
+/* Notes an access of an actor to device memory, and checks it. Other memory is not checked. */
 SIM_FN void sim_touch(sim *s, int actor, const char *what, const void *ptr, int64_t nbytes,
                       int write) {
     const uint32_t *clock = s->clock[actor];
@@ -174,7 +173,7 @@ SIM_FN int sim_actor(const void *stream) {
     return stream ? ((const sim_stream *)stream)->actor : SIM_HOST;
 }
 
-/* A piece of work, issued by the host: it is behind all that the host has done or waited for. */
+/* Runs work that the host issues: it starts after all that the host has done or waited for. */
 SIM_FN void sim_work(sim *s, int actor, int64_t not_before, int64_t cost) {
     s->clock[SIM_HOST][SIM_HOST]++;
     if (actor != SIM_HOST) {
@@ -193,7 +192,7 @@ SIM_FN int64_t sim_cost(uint64_t nbytes, int64_t bytes_per_ns) {
                         : 0;
 }
 
-/* The caller's stream; without streams the host itself. */
+/* Returns the caller's stream; without streams the host. */
 SIM_FN int sim_caller(const sim *s) { return s->async ? FSDP_STREAM_COMPUTE : SIM_HOST; }
 
 SIM_FN void sim_compute(sim *s, int64_t cost) { sim_work(s, sim_caller(s), 0, cost); }
@@ -208,8 +207,8 @@ SIM_FN void sim_write(sim *s, const char *what, const void *ptr, int64_t nbytes)
     sim_touch(s, sim_caller(s), what, ptr, nbytes, 1);
 }
 
-/* What a function of the user does that the library calls for an op CALL: an access in the order of
-   the stream that the function was given, NULL: at once. */
+/* Notes the access of a user's function that the library calls for an op CALL, in the order of
+   the stream that it gets; NULL: at once. */
 SIM_FN void sim_called(sim *s, const void *stream, const char *what, const void *ptr,
                        int64_t nbytes, int write) {
     s->calls++;
@@ -217,14 +216,14 @@ SIM_FN void sim_called(sim *s, const void *stream, const char *what, const void 
     sim_touch(s, sim_actor(stream), what, ptr, nbytes, write);
 }
 
-/* The host waits for the caller's stream, as a program does that reads the loss. */
+/* Makes the host wait for the caller's stream, as a program does that reads the loss. */
 SIM_FN void sim_host_waits(sim *s) {
     if (s->now[SIM_HOST] < s->now[FSDP_STREAM_COMPUTE])
         s->now[SIM_HOST] = s->now[FSDP_STREAM_COMPUTE];
     sim_join(s->clock[SIM_HOST], s->clock[FSDP_STREAM_COMPUTE]);
 }
 
-/* When all work that was issued is done. */
+/* Returns the time when all issued work is done. */
 SIM_FN int64_t sim_end(const sim *s) {
     int64_t end = 0;
     for (int a = 0; a < SIM_ACTORS; a++)
@@ -234,13 +233,14 @@ SIM_FN int64_t sim_end(const sim *s) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* Addresses that nobody can use. */
+/* Returns addresses that cannot be accessed. */
 SIM_FN char *sim_hidden(size_t size) {
     void *ptr = mmap(NULL, size + 64, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return ptr == MAP_FAILED ? NULL : (char *)ptr;
 }
 
-/* What is at an address of device memory, for the tables and for tests; others stay. */
+/* Returns the data at an address of device memory, for the tables and for tests; other addresses
+   as they are. */
 SIM_FN void *sim_host(sim *s, const void *ptr) {
     sim_block *b = s->opaque && ptr ? sim_find(s, ptr) : NULL;
     return b ? b->data + ((const char *)ptr - b->ptr) : (void *)(uintptr_t)ptr;
@@ -271,7 +271,7 @@ SIM_FN void sim_free(sim *s, int kind, const void *ptr, size_t size) {
         if (b->ptr != (const char *)ptr) continue;
         s->bad_frees += b->kind != kind || b->nbytes != size;
         s->live_bytes[b->kind] -= (int64_t)b->nbytes;
-        sim_touch(s, SIM_HOST, "free", b->ptr, (int64_t)b->nbytes, 1); /* nobody may be at it */
+        sim_touch(s, SIM_HOST, "free", b->ptr, (int64_t)b->nbytes, 1); /* no actor still uses it */
         *at = b->next;
         if (b->ptr != b->data) (void)munmap(b->ptr, b->nbytes + 64);
         free(b->data);
@@ -345,7 +345,7 @@ SIM_FN fsdp_status sim_device_wait(fsdp_device *device, void *stream, void *even
 SIM_FN fsdp_status sim_device_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
     sim *s = sim_of(device);
     const sim_event *e = (const sim_event *)event;
-    if (timeout_ns == 0 && s->now[SIM_HOST] < e->time) return FSDP_ERR_TIMEOUT; /* asked only */
+    if (timeout_ns == 0 && s->now[SIM_HOST] < e->time) return FSDP_ERR_TIMEOUT; /* only a query */
     s->syncs++;
     if (s->now[SIM_HOST] < e->time) s->now[SIM_HOST] = e->time;
     sim_join(s->clock[SIM_HOST], e->clock);
@@ -358,7 +358,7 @@ SIM_FN fsdp_status sim_device_elapsed(fsdp_device *device, void *from, void *to,
     return FSDP_OK;
 }
 
-/* A record on what its addresses stand for. */
+/* Returns the op with addresses that the host can access. */
 SIM_FN fsdp_op sim_on_host(sim *s, const fsdp_op *op) {
     fsdp_op real = *op;
     real.src_ptr = sim_host(s, op->src_ptr);
@@ -367,7 +367,7 @@ SIM_FN fsdp_op sim_on_host(sim *s, const fsdp_op *op) {
     return real;
 }
 
-/* Blocks of one side of a copy. */
+/* Notes the accesses to the blocks of one side of a copy. */
 SIM_FN void sim_touch_blocks(sim *s, int actor, const fsdp_op *op, int write) {
     const fsdp_block *blocks = (const fsdp_block *)op->list;
     int64_t size = (int64_t)fsdp_dtype_size(write ? op->out_dtype : op->dtype);
@@ -495,8 +495,7 @@ SIM_FN void sim_comm_close(fsdp_comm *comm) {
     free(g);
 }
 
-/* What a collective reads and writes on this rank. What peers read of it counts as its own reads.
-   */
+/* Notes the accesses of a collective on this rank. Reads by peers count as its own reads. */
 SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_coll *c) {
     const char *what = fsdp_op_name(c->kind), *src = (const char *)c->src,
                *dst = (const char *)c->dst;
@@ -518,7 +517,8 @@ SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_col
     if (c->num_segs == 0) sim_touch(s, actor, what, dst, all, 1);
 }
 
-/* Every rank holds what this one holds: a gather and an exchange repeat it, a sum multiplies it. */
+/* Moves data as if every rank held this rank's: a gather and an exchange repeat it, a sum
+   multiplies it. */
 SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
     size_t in = fsdp_dtype_size(c->dtype), out = fsdp_dtype_size(c->out_dtype);
     const char *src = (const char *)sim_host(g->owner, c->src);
@@ -543,7 +543,8 @@ SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
         lib_sum(dst, c->dtype, dst, c->dtype, (size_t)c->count, g->size, 0);
 }
 
-/* What a rank receives in an all_reduce of so many bytes over R ranks: 2 (R-1)/R, rounded up. */
+/* Returns the bytes that a rank receives in an all_reduce of `bytes` over R ranks: 2 (R-1)/R of
+   them, rounded up. */
 SIM_FN uint64_t sim_all_reduce_bytes(uint64_t bytes, int ranks) {
     const uint64_t size = (uint64_t)ranks;
     return (2 * (size - 1) * bytes + size - 1) / size;
@@ -583,7 +584,7 @@ SIM_FN void sim_comm_abort(fsdp_comm *world, fsdp_status status, const char *why
 
 /* ---- worlds ---------------------------------------------------------------------------------- */
 
-/* What does nothing. */
+/* Functions that do nothing. */
 SIM_FN fsdp_status sim_null_work(fsdp_device *device, void *stream, const fsdp_op *op) {
     (void)device, (void)stream, (void)op;
     return FSDP_OK;
@@ -673,7 +674,7 @@ SIM_FN void sim_init(sim *s, int world_size, int rank) {
     s->copy_bytes_per_ns = 100;
 }
 
-/* NULL: fsdp_init has failed. */
+/* Returns the world, or NULL if fsdp_init failed. */
 SIM_FN fsdp_world *sim_open(sim *s) {
     fsdp_world_desc d = FSDP_ZERO;
     d.world_size = s->world_size;
@@ -695,7 +696,7 @@ SIM_FN fsdp_world *sim_open(sim *s) {
 SIM_FN int sim_saw(void *user, fsdp_model *model, fsdp_op *op) {
     sim *s = (sim *)user;
     (void)model;
-    if (!op->model || op->kind > FSDP_OP_HOOK) return 0; /* the model's own, without buffers' markers */
+    if (!op->model || op->kind > FSDP_OP_HOOK) return 0; /* the model's ops, without slot markers */
     if (s->num_ops == s->cap_ops) {
         int cap = s->cap_ops ? 2 * s->cap_ops : 256;
         fsdp_op *bigger = (fsdp_op *)realloc(s->ops, (size_t)cap * sizeof *bigger);
@@ -715,7 +716,7 @@ SIM_FN fsdp_status sim_watch(sim *s, fsdp_model *model) {
     return fsdp_attach(model, &extension);
 }
 
-/* Returns how many objects of the tables the library has left behind, or freed wrongly. */
+/* Returns the number of objects that the library has not freed, or has freed wrongly. */
 SIM_FN int64_t sim_close(sim *s) {
     (void)fsdp_shutdown(s->world);
     free(s->ops);

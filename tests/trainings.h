@@ -1,5 +1,6 @@
-/* trainings.h - nets and trainings that tests named as upstream's share: for units that shard, and
-   for the same net replicated, by units or by buckets (fs_conf.how). Include it after fully_shard.h.
+/* trainings.h - nets and trainings that tests with upstream's names share: for units that shard,
+   and for the same net replicated, by units or by buckets (fs_conf.how). Include it after
+   fully_shard.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef TRAININGS_H
@@ -12,9 +13,9 @@ static const int worlds[] TR_CONST = {1, 2, 3, 4, 8};
 
 static const int reshards[] TR_CONST = {ALWAYS, NEVER, 2};
 
-/* ---- one unit ------------------------------------------------------------------------------------- */
+/* ---- one unit -------------------------------------------------------------------------------- */
 
-/* A linear in the root and an MLP. */
+/* Makes a net with a linear in the root and an MLP. */
 FS_FN void root_and_mlp(fs_net *net, int64_t d) {
     fs_net_begin(net, 2, d);
     net->around = 1;
@@ -23,8 +24,8 @@ FS_FN void root_and_mlp(fs_net *net, int64_t d) {
     fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
 }
 
-/* An MLP that is one unit, the root; or one whose linears are units, and another one in the root, or
-   nothing: then there is no unit for the root. */
+/* Makes an MLP of a kind: it is one unit, the root; or its linears are units, without a unit for
+   the root; or with another MLP in the root. */
 enum { ONE_UNIT, TWO_UNITS, TWO_AND_ROOT, MLP_KINDS };
 FS_FN void mlp_of_kind(fs_net *net, int kind, int64_t d) {
     fs_net_begin(net, 2, d);
@@ -58,7 +59,8 @@ FS_FN void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
     }
 }
 
-/* Shards of the smaller mesh have the values, too: gathered from its two ranks, they are whole. */
+/* Checks that the shards of the smaller mesh have the values, too: a gather from its two ranks
+   is full. */
 FS_FN void check_post_forward(fs_run *x, int unit) {
     check_registered(x, unit, FSDP_STORAGE_SHARDED_POST_FORWARD);
     fs_watch(x);
@@ -72,13 +74,13 @@ FS_FN void check_post_forward(fs_run *x, int unit) {
 FS_FN double registration(fs_run *x, int it, int m) {
     static const fsdp_storage_state after[] = {FSDP_STORAGE_SHARDED, FSDP_STORAGE_UNSHARDED,
                                                FSDP_STORAGE_SHARDED_POST_FORWARD};
-    const int raf = x->c->raf, root = x->net->around && !raf; /* that stays open */
+    const int raf = x->c->raf, root = x->net->around && !raf; /* the root stays open */
     fsdp_storage_state inner = after[raf == NEVER ? 1 : raf > 1 ? 2 : 0];
     (void)m;
     for (int u = 0; u < x->net->count && x->model; u++) /* also before the first forward */
         check_registered(x, u, FSDP_STORAGE_SHARDED);
     fs_feed(x, &x->tape[0]);
-    if (x->model && it % 2) { /* a forward that is not followed by a backward; resharded by hand */
+    if (x->model && it % 2) { /* a forward without a backward, then reshard calls */
         CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
         fs_forward(x, &x->tape[0]);
         for (int u = 0; u < x->net->count; u++) {
@@ -102,7 +104,7 @@ FS_FN void sharded_again(fs_run *x, int it, int m) {
     for (int u = 0; u < x->net->count; u++) check_registered(x, u, FSDP_STORAGE_SHARDED);
 }
 
-/* Units that replicate are not resharded after forward, as upstream's. */
+/* Trains the three kinds. Replicated units are not resharded after forward, as upstream's. */
 FS_FN void by_kinds(int how, int64_t d, double (*micro)(fs_run *, int, int),
                     void (*after)(fs_run *, int, int)) {
     static const int modes[] = {NEVER, 0, ALWAYS, 2};
@@ -116,7 +118,7 @@ FS_FN void by_kinds(int how, int64_t d, double (*micro)(fs_run *, int, int),
         }
 }
 
-/* Made in f32 and cast when it is sharded, as upstream's. */
+/* Made in f32, and cast when it is sharded, as upstream's. */
 FS_FN void cast_to_f64(fs_run *x) { CALL(x->world, fsdp_model_cast(x->model, FSDP_F64)); }
 FS_FN void all_f64(fs_run *x, int it, int m) {
     fsdp_param_view v = FSDP_ZERO;
@@ -137,7 +139,7 @@ FS_FN void to_float64(int how) {
         fs_train(&c);
     }
 }
-/* Two linears in one unit. */
+/* Makes a net with two linears in one unit. */
 FS_FN void two_linears(fs_net *net, int64_t a, int64_t b, int64_t c) {
     fs_net_begin(net, 4, a);
     fs_unit_add(net, "all");
@@ -159,9 +161,9 @@ FS_FN void single_group(int how) {
         }
 }
 
-/* ---- several units -------------------------------------------------------------------------------- */
+/* ---- several units --------------------------------------------------------------------------- */
 
-/* big: PyTorch's numbers. */
+/* big: PyTorch's sizes. */
 FS_FN fs_conf multi_group(int how, fs_net *net, int big) {
     fs_transformer(net, 3, big ? 16 : 8, big ? 1024 : 8, 1);
     if (big) net->batch = 3 * 64;
@@ -184,8 +186,8 @@ FS_FN void slow_optimizer(fs_run *x, int it, int m) {
     if (fs_slow & FS_SLOW_OPTIM) fs_dawdle((uint64_t)it + 77, (uint64_t)x->rank);
 }
 
-/* With unshards by the caller, too, each unit is gathered once for each use; in backward before the
-   unit behind it is reduced. */
+/* Checks that each unit is gathered once for each use, also with unshards by the caller, and in
+   backward before the reduction of the next unit. */
 FS_FN void gathered_ahead(fs_run *x, int it, int m) {
     const int each = x->c->raf == NEVER ? 1 : 2;
     slow_optimizer(x, it, m);
@@ -199,7 +201,8 @@ FS_FN void gathered_ahead(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
-/* Delays before the gathers, before the reductions, after forward, before the optimizer; all. */
+/* Trains with delays before gathers, before reductions, after forward, before the optimizer, and
+   all. */
 FS_FN void with_delays(int how, int big, int offload, int ahead) {
     static const int delays[] = {0, FS_SLOW_GATHER, FS_SLOW_REDUCE, FS_SLOW_FORWARD, FS_SLOW_OPTIM,
                                  15};
@@ -220,7 +223,7 @@ FS_FN void with_delays(int how, int big, int offload, int ahead) {
         }
     fs_story_free(s, &c);
 }
-/* Every second step goes through the first child alone. */
+/* Every second step uses only the first child. */
 FS_FN double child_alone(fs_run *x, int it, int m) {
     if (it % 2 == 0) return fs_micro(x, it, m);
     int unit, from = fs_group(x->net, 0, &unit), to = fs_group(x->net, from, &unit);
@@ -254,7 +257,7 @@ FS_FN void non_root(int how) {
     }
 }
 
-/* The inner unit is used before and after another one. */
+/* Makes a net whose inner unit is used before and after another one. */
 FS_FN void multi_forward(fs_net *net) {
     fs_net_begin(net, 4, 8);
     fs_unit_add(net, "inner"), fs_unit_add(net, "between"), fs_unit_add(net, "outer");
@@ -265,7 +268,7 @@ FS_FN void multi_forward(fs_net *net) {
     fs_relu(net);
     fs_linear(net, 2, 8, 8);
 }
-/* Its backward ends with the last visit, as in autograd. */
+/* The inner unit's backward ends with its last visit, as in autograd. */
 FS_FN double one_post_backward(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
     (void)it, (void)m;
@@ -281,7 +284,7 @@ FS_FN double one_post_backward(fs_run *x, int it, int m) {
     fs_post_backward(x, 0);
     return loss;
 }
-/* One reduction for each post_backward of a unit. */
+/* Checks that each post_backward of a unit has one reduction. */
 FS_FN void reductions_of_visits(fs_run *x, int it, int m) {
     const int kind = x->c->how ? FSDP_OP_ALL_REDUCE : FSDP_OP_REDUCE_SCATTER;
     (void)it, (void)m;
@@ -302,7 +305,7 @@ FS_FN void inner_twice(int how) {
         }
 }
 
-/* Lists of the next two units in both directions. */
+/* Sets prefetch lists of the next two units in both directions. */
 FS_FN void prefetch_two(fs_run *x) {
     int count = x->net->count;
     for (int u = 0; u < count; u++) {
@@ -337,7 +340,7 @@ FS_FN void explicit_prefetching(int how, int ranks) {
     fs_story_free(s, &c);
 }
 
-/* Nothing is resharded by backward: what is still gathered is stale behind the optimizer. */
+/* Backward reshards nothing: the gathered parameters are stale after the optimizer. */
 FS_FN void kept_after_backward(fs_run *x) {
     CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, 0));
 }
@@ -357,9 +360,9 @@ FS_FN void shared_params(int how) {
         for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_beside(&c, s);
     fs_story_free(s, &c);
 }
-/* ---- activation checkpointing --------------------------------------------------------------------- */
+/* ---- activation checkpointing ---------------------------------------------------------------- */
 
-/* Embedding; a block; two blocks; norm and head; each a unit. */
+/* Makes a net of four units: embedding; a block; two blocks; norm and head. */
 FS_FN void three_parts(fs_net *net, int64_t d, int64_t vocab) {
     fs_net_begin(net, 4, 1);
     net->vocab = vocab;
@@ -373,8 +376,8 @@ FS_FN void three_parts(fs_net *net, int64_t d, int64_t vocab) {
     fs_norm(net, last, d);
     fs_layer_add(net, FS_UNEMBED, last, fs_param_add(net, last, vocab, d, 0), d, vocab);
 }
-/* Embedding and head are one tied unit, open from the first to the last of its modules: around the
-   blocks. Or it is opened for each. */
+/* Makes a net whose embedding and head are one tied unit: open around the blocks, from its first
+   module to its last, or opened for each. */
 FS_FN void tied_group(fs_net *net, int64_t d, int64_t vocab, int around) {
     fs_net_begin(net, 4, 1);
     net->vocab = vocab, net->around = around;
@@ -418,7 +421,7 @@ FS_FN void checkpointing(int how, int big) {
         for (int ac = 0; ac <= FS_AC_NESTED; ac++)
             for (size_t i = 0; i < (how ? 1 : COUNT(reshards)); i++) {
                 c.ac = ac, c.raf = how ? NEVER : reshards[i];
-                c.ac_blocks = (ac + (int)i) % 2; /* only those, as upstream's, or every unit */
+                c.ac_blocks = (ac + (int)i) % 2; /* only the blocks, as upstream's, or every unit */
                 c.lanes = n == 1 ? 0 : (ac + (int)i) % 3;
                 c.build = n == 1 ? no_unshard_in_backward : n == 2 ? fs_watch : NULL;
                 c.after = how      ? nothing_gathered
@@ -430,21 +433,21 @@ FS_FN void checkpointing(int how, int big) {
         fs_story_free(s, &c);
     }
 }
-/* ---- gradient accumulation ------------------------------------------------------------------------ */
+/* ---- gradient accumulation ------------------------------------------------------------------- */
 
 FS_FN void sync_last(fs_run *x, int it, int m) {
     (void)it;
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
 
-/* Who waits for the last microbatch; PARTIAL: with all-reduces only. */
+/* Units that wait for the last microbatch; PARTIAL: with their all-reduces only. */
 enum { ALL_UNITS, ROOT_ONLY, SOME_MLPS, EVERY, PARTIAL = 8 };
 static const char *const sync_names[] TR_CONST = {"all", "root_only", "some_mlps", "none"};
 typedef struct {
     const char *name;
     int replicas, raf;
-    int sync, keep; /* keep: reshard_after_backward is off before the last microbatch */
-    int gathers, reductions, all_reduces; /* expected of an iteration */
+    int sync, keep; /* keep: no reshard_after_backward until the last microbatch */
+    int gathers, reductions, all_reduces; /* expected in an iteration */
 } accumulation;
 
 FS_FN int waits_for_last(const accumulation *a, int unit) {
@@ -465,7 +468,8 @@ FS_FN void accumulate_before(fs_run *x, int it, int m) {
     }
 }
 
-/* 7.1, unit by unit: a forward and a backward gather unless the unit is still whole. */
+/* Computes the expected calls, fsdp2-core.md 7.1, unit by unit: forward and backward gather
+   unless the unit is still gathered. */
 FS_FN void accumulate_expect(const fs_conf *c, accumulation *a) {
     int micros = c->micros, never = c->raf == NEVER;
     a->gathers = a->reductions = a->all_reduces = 0;
@@ -487,7 +491,7 @@ FS_FN void accumulate_count(fs_run *x, int it) {
                 fs_calls(x, kinds[k]), fsdp_op_name(kinds[k]), it + 1, expected[k]);
 }
 
-/* Every setting, or offload in every second one. */
+/* Trains with every setting; without `all` with every second one. */
 FS_FN void accumulate(int how, fs_net *net, int replicas, int shards, int sync, int all) {
     accumulation a;
     char name[64];
@@ -511,13 +515,13 @@ FS_FN void accumulate(int how, fs_net *net, int replicas, int shards, int sync, 
     fs_story_free(s, &c);
 }
 
-/* The root's linear and three MLPs. */
+/* Makes a net with the root's linear and three MLPs. */
 FS_FN void linear_and_mlps(fs_net *net, int64_t d) {
     root_and_mlp(net, d);
     for (int i = 0; i < 2; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
 }
 
-/* A forward and a backward in turn; or forwards run ahead of backwards by one. */
+/* Runs microbatches: forward and backward alternate, or forwards run ahead of backwards by one. */
 enum { UP_FRONT = 1, KEPT = 2, AHEAD = 4 };
 FS_FN double pipelined(fs_run *x, int it, int m) {
     static const char *const orders[] = {"F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"};
@@ -546,7 +550,7 @@ FS_FN double pipelined(fs_run *x, int it, int m) {
     x->micro = m;
     return loss;
 }
-/* Kept over the microbatches: one gather of each unit; in turn: one for each forward. */
+/* Checks the gathers: one for each unit if parameters are kept, otherwise one for each forward. */
 FS_FN void gathers_of_pipeline(fs_run *x, int it, int m) {
     const int how = *(const int *)x->c->user, each = x->c->how ? 0 : how & KEPT ? 1 : 3;
     (void)it, (void)m;
@@ -569,9 +573,9 @@ FS_FN void microbatching(int how) {
     }
 }
 
-/* ---- a forward of another name -------------------------------------------------------------------- */
+/* ---- a forward of another name --------------------------------------------------------------- */
 
-/* Another function than the layer's forward: the first half of the unit's parameters. */
+/* Runs a function other than the layer's forward: the first half of the unit's parameters. */
 FS_FN double encode(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
     (void)it, (void)m;
@@ -596,16 +600,16 @@ FS_FN void forward_method(int how) {
 }
 
 enum { F32 = FSDP_F32, F64 = FSDP_F64, F16 = FSDP_F16, BF16 = FSDP_BF16 };
-/* ---- dtypes --------------------------------------------------------------------------------------- */
+/* ---- dtypes ---------------------------------------------------------------------------------- */
 
-/* As upstream's: what forward does not reshard, backward reshards in the last microbatch only. */
+/* As upstream's: backward reshards only in the last microbatch, unless forward reshards. */
 FS_FN void sync_and_reshard_last(fs_run *x, int it, int m) {
     sync_last(x, it, m);
     if (x->model && x->c->raf == NEVER)
         CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, m == x->c->micros - 1));
 }
 
-/* A linear in the root and three MLPs. */
+/* Makes a net with a linear in the root and three MLPs. */
 FS_FN void mlps(fs_net *net, int64_t d) {
     fs_net_begin(net, 4, d);
     net->around = 1;
@@ -615,11 +619,11 @@ FS_FN void mlps(fs_net *net, int64_t d) {
 }
 typedef struct {
     const char *name;
-    int stored, grad, param, reduce;             /* 0: not said */
-    int gathered, arrives, added, reduced, kept; /* what has to be */
+    int stored, grad, param, reduce;             /* 0: not set */
+    int gathered, arrives, added, reduced, kept; /* expected */
 } dtypes;
 
-/* Without a reduction the gradients stay as they arrive, or are moved to where they are added. */
+/* Checks that unreduced gradients stay as written, or are copied once to the dtype of the sums. */
 FS_FN void check_unreduced(fs_run *x, const dtypes *d) {
     for (int u = 0; u < x->net->count; u++) {
         const fsdp_op *acc = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_ACC, u);
@@ -630,8 +634,9 @@ FS_FN void check_unreduced(fs_run *x, const dtypes *d) {
         if (acc) CHECK_EQ_INT(acc->out_dtype, d->added);
     }
 }
-/* The dtype of the sums. A backend that casts as it reduces reads what has arrived, sums in f32 or
-   f64, and may write what is kept; others are given the dtype itself. */
+/* Checks the dtype of the sums. A backend that casts in the reduction reads gradients as
+   written, sums in f32 or f64, and may write the dtype of the shard gradient; others read and
+   write the sums' dtype. */
 FS_FN void check_reduced(fs_run *x, const dtypes *d) {
     int widens = !x->c->plain && (d->reduced == F32 || d->reduced == F64);
     const int scattered = x->c->shards > 1;
@@ -675,7 +680,7 @@ FS_FN fs_conf conf_of(const dtypes *d, const fs_net *net, int replicas, int shar
     return c;
 }
 
-/* By rows; with two shards and one microbatch also along the largest dim, as upstream's. */
+/* Trains by rows; with two shards and one microbatch also along the largest dim, as upstream's. */
 FS_FN void by_dtypes(int how, const dtypes *d, int replicas, int shards, int micros) {
     const int by_columns = replicas == 1 && shards == 2 && micros == 1;
     static fs_net net;
@@ -699,7 +704,7 @@ FS_FN void by_dtypes(int how, const dtypes *d, int replicas, int shards, int mic
     fs_story_free(s, &c);
 }
 
-/* The policy's reduce dtype rules, whatever the parameters are stored in; also if they are made in
+/* The policy's reduce dtype is used for any stored dtype; also if the parameters are made in
    bf16, and cast to f32 when they are sharded. */
 FS_FN void cast_to_f32(fs_run *x) {
     CALL(x->world, fsdp_model_cast(x->model, FSDP_F32));
@@ -719,14 +724,14 @@ FS_FN void clamp_reduce_dtype(int how, int ranks) {
     fs_train(&c);
 }
 
-/* Two linears, a unit each. */
+/* Makes a net with two linears, a unit each. */
 FS_FN void two_units(fs_net *net, int64_t d) {
     fs_net_begin(net, 2, d);
     fs_linear(net, fs_unit_add(net, "c1"), d, d);
     fs_linear(net, fs_unit_add(net, "c2"), d, d);
 }
 
-/* A struct of activations: each floating member is cast, the others pass. */
+/* A struct of activations: each floating member is cast, the others are unchanged. */
 typedef struct {
     float x[6];
     int32_t ids[4];
@@ -752,7 +757,7 @@ FS_FN void struct_of_inputs(fs_run *x, int it, int m) {
     a.pair.b[0] = 1 + 1.0 / 512;
     const char *out = (const char *)cast(x, a.x, &f32, 6);
     CHECK_EQ_INT(f32, to);
-    CHECK((out == (const char *)a.x) == (to == F32)); /* nothing is moved that need not be */
+    CHECK((out == (const char *)a.x) == (to == F32)); /* no copy without need */
     CHECK_OK(fsdp_convert(&back, F64, out + fsdp_dtype_size(to), to, 1));
     CHECK_NEAR(back, lab_round(to, (double)a.x[1]), 0);
     CHECK(cast(x, a.ids, &i32, 4) == a.ids);
@@ -763,8 +768,8 @@ FS_FN void struct_of_inputs(fs_run *x, int it, int m) {
     CHECK_NEAR(back, lab_round(f64, a.pair.b[0]), 0);
 }
 
-/* A struct of two or three activations: each unit's linear is applied to each member, one after the
-   other; the outputs are added up. */
+/* Trains with a struct of two or three activations: each unit's linear is applied to each member
+   in turn, and the outputs are added. */
 FS_FN double containers(fs_run *x, int it, int m) {
     const int members = *(const int *)x->c->user;
     const size_t bytes = (size_t)(x->net->batch * x->net->in) * sizeof(double);
@@ -815,7 +820,7 @@ FS_FN double seen_inputs(fs_run *x, int it, int m) {
     return loss;
 }
 
-/* The module of the second unit, whose inputs the policy leaves alone, casts its input itself. */
+/* The second unit's policy does not cast inputs; its module casts its input itself. */
 FS_FN double own_cast(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
     const int64_t count = x->net->batch * x->net->layers[1].in;
@@ -835,8 +840,8 @@ FS_FN double own_cast(fs_run *x, int it, int m) {
     fs_backward(x, t);
     return loss;
 }
-/* The second unit computes in f16; the same, but its module casts; the first one, whose output is
-   cast back, so that the second one's input is f32. */
+/* One unit computes in f16: the second one; the second one, whose module casts; the first one,
+   whose output is cast back, so that the second one's input is f32. */
 FS_FN void one_in_f16(int how) {
     static const int second[] = {F32, F16, F16}, first[] = {F16, F32, F32};
     static fs_net net;
@@ -852,7 +857,7 @@ FS_FN void one_in_f16(int how) {
     }
 }
 
-/* A module of two inputs, the second one from outside: it is cast, or left alone. */
+/* A module with two inputs, one from outside, which the policy casts or not. */
 FS_FN void external_inputs(fs_run *x, int it, int m) {
     float y[4] = {1.0009765625f, 2, 3, 4};
     uint16_t room[4];
@@ -875,7 +880,8 @@ FS_FN void with_external_inputs(int how) {
         fs_train(&c);
     }
 }
-/* Linear, norm, linear: the norm under the same policy, or its own, with outputs cast back. */
+/* Makes linear, norm, linear: the norm with the same policy, or with its own, and outputs cast
+   back. */
 FS_FN void norm_between(fs_net *net, int64_t d, fsdp_dtype param, int own) {
     fs_net_begin(net, 4, d);
     fs_linear(net, fs_unit_add(net, "in"), d, d);
@@ -888,7 +894,7 @@ FS_FN void norms(int how, fsdp_dtype param) {
     static fs_net net;
     for (int own = 0; own < 2; own++)
         for (int ranks = 2; ranks <= 4; ranks += 2) {
-            /* the input of the norm is cast to f32, its output back */
+            /* the norm's input is cast to f32, its output back */
             int inputs[] = {param, own ? F32 : param, param, param};
             norm_between(&net, 8, param, own);
             wanted_inputs = inputs;

@@ -1,5 +1,5 @@
-/* trainings_tp.h - trainings that tests named as upstream's share, beside tensor parallelism of
-   fsdp_dtensor.h: PyTorch's stack of MLPs. Include it after trainings.h.
+/* trainings_tp.h - trainings that tests with upstream's names share, with tensor parallelism of
+   fsdp_dtensor.h in addition: PyTorch's stack of MLPs. Include it after trainings.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef TRAININGS_TP_H
@@ -10,7 +10,7 @@
 
 enum { TP = 2, TP_WAYS = 4 };
 
-/* What a rank has beside fs_run. */
+/* State of a rank in addition to fs_run. */
 typedef struct tp_own {
     bed on; /* its model is x->model */
     fsdp_redistribution *way[TP_WAYS];
@@ -19,8 +19,8 @@ typedef struct tp_own {
 
 FS_FN tp_own *tp_of(const fs_run *x) { return (tp_own *)x->own; }
 
-/* Rows of all ranks with data of their own, which mesh dims cut from left to right. Of dim `m`:
-   `kind`. */
+/* Returns the spec of the rows of all data-parallel ranks, which mesh dims shard from left to
+   right. Mesh dim `m` has placement `kind`. */
 FS_FN fsdp_spec tp_rows(const fs_run *x, const bed *on, int m, int kind) {
     const int tp = fsdp_mesh_dim(on->mesh, "tp");
     const int64_t tensor[2] = {x->net->batch * x->size, x->net->in};
@@ -42,7 +42,7 @@ FS_FN fsdp_redistribution *tp_way(const fs_run *x, const bed *on, const char *na
     CALL(x->world, fsdp_redistribution_create(on->dm, &d, &r));
     return r;
 }
-/* Activations are doubles, and travel as f32. */
+/* Redistributes activations: doubles, sent as f32. */
 FS_FN void tp_move(const fs_run *x, int way, double *to, int64_t out, const double *from,
                    int64_t in) {
     const tp_own *own = tp_of(x);
@@ -55,16 +55,17 @@ FS_FN void tp_move(const fs_run *x, int way, double *to, int64_t out, const doub
 
 /* ---- the net --------------------------------------------------------------------------------- */
 
-/* MLPs: a linear that tp cuts by rows, a relu, one that it cuts by columns, whose bias every rank
-   has, and a relu. These biases are unit 0, which is open around the others. */
+/* MLPs: a linear sharded by rows over tp, a relu, a linear sharded by columns, whose bias is
+   replicated, and a relu. These biases are unit 0, which is open around the others. */
 enum { TP_MLPS = 3, TP_ROWS_END = 3, TP_LAYERS = 5 };
 static const int64_t tp_widths[TP_MLPS] TR_CONST = {3, 4, 3}; /* times the dim */
 
-/* The part of a rank. avoids: FSDP shards the first linear along the dim that tp does not cut. */
+/* Makes the part of a rank. avoids: FSDP shards the first linear along the dim that tp does not
+   shard. */
 FS_FN void tp_net(fs_net *net, int64_t d, int mlps, int avoids, int ranks, int place) {
     fs_net_begin(net, mlps == TP_MLPS ? 8 : 2, d);
     net->around = 1;
-    net->seed += 5; /* with others relus of dim 3 are dead from the start */
+    net->seed += 5; /* with other seeds relus of dim 3 are zero from the start */
     fs_unit_add(net, "row biases");
     for (int u = 0; u < mlps; u++) fs_param_add(net, 0, d, 0, 0);
     for (int u = 0; u < mlps; u++) {
@@ -95,7 +96,7 @@ FS_FN void tp_forward(fs_run *x, fs_tape *t, int u) {
     fs_layers_forward(x, t, 0, at + TP_ROWS_END, at + TP_LAYERS);
     fs_post_forward(x, 1 + u);
 }
-/* The first input needs no gradient. */
+/* Runs a microbatch. The first input needs no gradient. */
 FS_FN double tp_micro(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
     (void)it, (void)m;
@@ -121,7 +122,8 @@ FS_FN double tp_micro(fs_run *x, int it, int m) {
 
 /* ---- a rank of a mesh ------------------------------------------------------------------------ */
 
-/* The last dim is tp, or there is none. Dims before `first` have trainings of their own. */
+/* The last dim is tp, unless no_tp. Each position of the dims before `first` has its own
+   training. */
 typedef struct {
     fs_net local[TP];
     const char *name;
@@ -129,7 +131,7 @@ typedef struct {
     const char *names[3];
     int no_tp, mlps;                    /* mlps 0: three */
     int raf;                            /* 0: several */
-    fsdp_mesh *(*merge)(fsdp_world *w); /* makes the mesh, out of one with more dims; or NULL */
+    fsdp_mesh *(*merge)(fsdp_world *w); /* makes the mesh, from one with more dims; or NULL */
 } parallel;
 
 FS_FN int tp_size(const parallel *p) { return p->no_tp ? 1 : p->shape[p->ndim - 1]; }
@@ -156,7 +158,7 @@ FS_FN void tp_locate(fs_run *x) {
     x->own = own;
 }
 
-/* A unit with the shapes of whole tensors. */
+/* Makes a unit with the shapes of full tensors. */
 FS_FN void tp_make_unit(fs_run *x, int unit, const fsdp_placement *tp, int raf) {
     const fs_unit *whole = &x->whole->units[unit];
     fsdp_param_desc d[FS_PARAMS];
@@ -197,10 +199,10 @@ FS_FN void tp_make(fs_run *x) {
     tp_alloc(x, on, x->net->batch * x->net->in);
 }
 
-/* ---- what is looked at ----------------------------------------------------------------------- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
-/* Each shard lies where tensor parallelism and then FSDP put it, on a mesh with these dims; and the
-   ranks that should have the same have it. */
+/* Checks that each shard is at the position of tensor parallelism and then FSDP, on a mesh with
+   these dims; and that ranks with replicas have equal data. */
 FS_FN void tp_placed(fs_run *x) {
     const bed *on = &tp_of(x)->on;
     const int tp = fsdp_mesh_dim(on->mesh, "tp");
@@ -230,7 +232,8 @@ FS_FN void tp_placed(fs_run *x) {
     }
 }
 
-/* Whole tensors, gathered over FSDP and tensor parallelism. it -1: before the first iteration. */
+/* Checks the tensors gathered over FSDP and tensor parallelism. it -1: before the first
+   iteration. */
 FS_FN void tp_gathered(fs_run *x, int it) {
     for (int u = 0; u < x->whole->count; u++)
         for (int p = 0; p < x->whole->units[u].count; p++) {
@@ -252,7 +255,7 @@ FS_FN void tp_build(fs_run *x) {
     tp_of(x)->on.label = fsdp_label_register(x->model, "activation");
     fs_watch(x);
 }
-/* All-reduces of activations in a step; DDP gathers nothing. */
+/* Checks the all-reduces of activations in a step; DDP gathers nothing. */
 FS_FN void tp_after(fs_run *x, int it, int m) {
     const int mlps = x->whole->count - 1;
     const int sums = tp_size((const parallel *)x->c->user) > 1
@@ -272,7 +275,7 @@ FS_FN void tp_end(fs_run *x, int it) {
     x->own = NULL;
 }
 
-/* One net, of so many iterations; the story is told once for all reshards and recomputes. */
+/* Trains one net for `iters` iterations; all reshard modes and recomputes share the reference. */
 FS_FN void tp_train(parallel *p, int64_t d, int iters) {
     static fs_net net;
     const int mlps = p->mlps ? p->mlps : TP_MLPS, avoids = p->mlps && !p->no_tp;
@@ -286,7 +289,7 @@ FS_FN void tp_train(parallel *p, int64_t d, int iters) {
     c.locate = tp_locate, c.make = tp_make, c.micro = tp_micro, c.user = p;
     c.build = tp_build, c.after = tp_after, c.end = tp_end;
     c.rtol = c.atol =
-        1e-5; /* parts of sums are rounded before they are added; Adam makes more of it */
+        1e-5; /* partial sums are rounded before they are added; Adam amplifies that */
     c.iters = iters;
     fs_story *s = fs_tell(&c);
     for (int k = shards > 1 && !p->raf ? 0 : 2; k < 4; k++) {

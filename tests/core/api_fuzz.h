@@ -1,11 +1,11 @@
-/* api_fuzz.h - any bytes become calls of the public interface, in any order, with any arguments
-   that a caller can give: wrong numbers, sizes near INT64_MAX, NULLs, other descs. Two models play
-   in one world: a victim, to which all may happen, and a training, between whose calls stand others
-   that have to be refused. It has to end with the bits of an undisturbed one, unless the world was
-   aborted; then a new world has to have them. tests/core/fuzz_api.c has bytes of libFuzzer,
-   tests/core/test_api.c those of a seed.
+/* api_fuzz.h - turns any bytes into calls of the public interface, in any order, with any arguments
+   that a caller can pass: wrong numbers, sizes near INT64_MAX, NULLs, wrong descs. There are two
+   models in one world: a victim, which gets any call, and a training, between whose calls other
+   calls must be refused. The training must end with the bits of an undisturbed one; if the world
+   was aborted, a training in a new world must. tests/core/fuzz_api.c gets the bytes from libFuzzer,
+   tests/core/test_api.c from a seed.
 
-   A pointer that is not NULL is one to what the call asks for: nothing can check more.
+   A pointer that is not NULL points to what the call expects: the library cannot check more.
 
    SPDX-License-Identifier: MIT */
 #ifndef API_FUZZ_H
@@ -17,13 +17,13 @@ enum { AF_KINDS = 4, AF_MESHES = 6, AF_UNITS = 4, AF_STEPS = 2, AF_BYTES = 64 <<
 enum { AF_DIM = 6 };
 
 typedef struct {
-    const uint8_t *data; /* what is left of the input */
+    const uint8_t *data; /* the rest of the input */
     size_t size;
     int kind;
-    fsdp_world *w, *other; /* other: one of one rank beside it, whose mesh is among the meshes */
+    fsdp_world *w, *other; /* other: a second world of one rank; its mesh is one of the meshes */
     fsdp_mesh *mesh[AF_MESHES];
     fsdp_model *model, *training;
-    fsdp_unit *unit[AF_UNITS], *own[2]; /* of the victim; of the training */
+    fsdp_unit *unit[AF_UNITS], *own[2]; /* the victim's; the training's */
     fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
     int64_t live; /* bytes of the allocator */
@@ -31,7 +31,7 @@ typedef struct {
     int pokes;
 } af;
 
-static uint64_t af_bits[AF_KINDS]; /* of undisturbed trainings */
+static uint64_t af_bits[AF_KINDS]; /* bits of undisturbed trainings */
 static int64_t af_calls, af_refused, af_worlds, af_aborted;
 
 #define AF_MUST(cond, ...)                                                                         \
@@ -93,7 +93,8 @@ H_FN const char *af_name(af *z) {
 }
 H_FN fsdp_mesh *af_mesh(af *z) { return z->mesh[af_pick(z, AF_MESHES)]; }
 H_FN fsdp_unit *af_unit(af *z) { return z->unit[af_pick(z, AF_UNITS)]; }
-/* The canaries and the size of a desc: seldom right ones that are not zero, or wrong ones. */
+/* In 4 of 24 calls writes a wrong value over a canary or the size of a desc, or sets the right
+   size. */
 H_FN void af_spoil(af *z, void *desc, size_t size) {
     uint32_t wrong = (uint32_t)af_number(z);
     int how = af_pick(z, 24);
@@ -140,7 +141,7 @@ H_FN void af_open(af *z) {
     af_worlds += 2;
 }
 
-/* Shutdown tells what has aborted the world, and leaves nothing. */
+/* Shuts down: the status is the failure that aborted the world, and no memory is left. */
 H_FN void af_close(af *z) {
     AF_MUST(!fsdp_shutdown(z->other), "the other world");
     fsdp_status failed = lib_failed(z->w), status = fsdp_shutdown(z->w);
@@ -154,7 +155,7 @@ H_FN void af_close(af *z) {
 
 /* ---- calls to the victim --------------------------------------------------------------------- */
 
-/* A call; its text is there if it has failed. */
+/* Counts a call. Returns its status, which must be valid and not FSDP_ERR_INTERNAL. */
 H_FN fsdp_status af_did(af *z, fsdp_status status) {
     z->calls++;
     AF_MUST((int)status >= 0 && status <= FSDP_ERR_INTERNAL, "status %d", (int)status);
@@ -173,7 +174,7 @@ H_FN void af_meshes(af *z) {
     case 0:
         d.ndim = af_small(z);
         for (int i = 0; i < FSDP_MAX_DIMS; i++) d.shape[i] = af_small(z), d.names[i] = af_name(z);
-        /* as many ranks as the shape says have to be there */
+        /* d.ranks must have as many ranks as the shape has positions */
         count = d.ndim == 1 && d.shape[0] > 0 && d.shape[0] <= 8;
         d.ranks = count ? numbers : NULL;
         af_spoil(z, &d, sizeof d);
@@ -239,10 +240,10 @@ H_FN void af_make_unit(af *z) {
             p[i].shape[k] = wild ? af_number(z) : 1 + af_pick(z, 9);
         p[i].shard_dim = af_pick(z, 3) ? 0 : af_small(z);
         p[i].frozen = !af_pick(z, 3);
-        p[i].dtype = p[i].frozen || !af_pick(z, 16) ? af_dtype(z) : trained; /* else refused */
+        p[i].dtype = p[i].frozen || !af_pick(z, 16) ? af_dtype(z) : trained; /* otherwise refused */
         p[i].keep_dtype = !af_pick(z, 4);
         af_spoil(z, &p[i], sizeof p[i]);
-        p[i].size = 0; /* a wrong one says where the next desc lies */
+        p[i].size = 0; /* a wrong size moves the next desc */
     }
     d.name = af_name(z);
     d.params = af_pick(z, 16) ? p : NULL;
@@ -259,7 +260,7 @@ H_FN void af_fill(void *user, const fsdp_param_view *block) {
     memset(block->data, 0, (size_t)block->numel * fsdp_dtype_size(block->dtype));
 }
 
-/* Room for a whole parameter; NULL: it is too large, or there is none. */
+/* Returns room for a full parameter; NULL if it is too large or there is no memory. */
 H_FN void *af_room(const fsdp_param_view *v) {
     double bytes = (double)fsdp_dtype_size(FSDP_F64);
     for (int d = 0; d < v->ndim; d++) bytes *= (double)v->shape[d];
@@ -377,7 +378,7 @@ H_FN void af_collectives(af *z) {
     double data[32] = {0};
     fsdp_mesh *mesh = af_mesh(z);
     int64_t count = af_number(z);
-    if (count > 32 && count <= INT64_MAX / 2) count = 32; /* what there is, or what cannot be */
+    if (count > 32 && count <= INT64_MAX / 2) count = 32; /* within `data`, or impossible */
     switch (af_pick(z, 3)) {
     case 0:
         (void)af_did(
@@ -411,7 +412,7 @@ H_FN void af_optimizers(af *z) {
     if (what == 7) (void)(fsdp_adamw_nbytes(z->adamw) + fsdp_grad_scaler_found_inf(z->scaler));
 }
 
-/* A second world beside, from any desc that does not wait for others. */
+/* Opens and closes another world, from any desc that does not wait for other ranks. */
 H_FN void af_worlds_beside(af *z) {
     fsdp_world_desc d = af_desc(z, 0);
     fsdp_world *w = NULL;
@@ -426,7 +427,7 @@ H_FN void af_worlds_beside(af *z) {
     if (!af_pick(z, 6)) d.store = af_name(z);
     if (!af_pick(z, 6)) d.job = af_name(z);
     if (!af_pick(z, 6)) d.allocator.free = NULL;
-    if (d.world_size == 0) d.world_size = 1; /* the environment has nothing to do with it */
+    if (d.world_size == 0) d.world_size = 1; /* 0 would read the environment */
     af_spoil(z, &d, sizeof d);
     fsdp_status status = fsdp_init(&d, &w);
     z->calls++;
@@ -436,7 +437,7 @@ H_FN void af_worlds_beside(af *z) {
     else AF_MUST(!fsdp_shutdown(w), "shutdown");
 }
 
-/* Mostly there is a model with a unit that is right, so that calls have something to do. */
+/* Makes a valid model with units, in most cases, so that later calls have an effect. */
 H_FN void af_need(af *z) {
     fsdp_param_desc p[2] = {fsdp_mat("w", 5, 4), fsdp_vec("b", 7)};
     fsdp_unit_desc d = FSDP_ZERO;
@@ -447,7 +448,8 @@ H_FN void af_need(af *z) {
         if (af_did(z, fsdp_fully_shard(z->model, &d, &z->unit[u]))) z->unit[u] = NULL;
 }
 
-/* A step of the victim in the right order, as far as it gets, with calls at any places. */
+/* Makes the hooks of a step of the victim in the right order, as far as they succeed, with other
+   calls in between. */
 H_FN void af_step(af *z) {
     int odd = af_pick(z, 40);
     for (int at = 0; at < 4 * AF_UNITS; at++) {
@@ -489,9 +491,10 @@ H_FN void af_call(af *z) {
     }
 }
 
-/* ---- calls that have to be refused, between those of a training ------------------------------ */
+/* ---- calls that must be refused, between those of a training --------------------------------- */
 
-/* idle: no unit is open. Returns a status that must not be FSDP_OK. */
+/* Makes a call in the wrong order; idle: no unit is open. Returns a status that must not be
+   FSDP_OK. */
 H_FN fsdp_status af_wrong_order(af *z, fsdp_unit *u, int idle) {
     static const int64_t nothing[1] = {0};
     double norm;
@@ -574,7 +577,7 @@ H_FN void af_train_step(af *z) {
     AF_MUST(!lib_failed(z->w), "%s", fsdp_last_error(z->w));
 }
 
-/* The bits of two steps. */
+/* Trains two steps. Returns a hash of the bits. */
 H_FN uint64_t af_train(af *z, int pokes) {
     fsdp_param_desc p[2] = {fsdp_mat("w", AF_DIM, 3), fsdp_vec("b", AF_DIM)};
     fsdp_unit_desc d = FSDP_ZERO;
@@ -607,7 +610,7 @@ H_FN uint64_t af_train(af *z, int pokes) {
 H_FN void af_prepare(void) {
     static af z;
     setenv("FSDP_LOG_LEVEL", "none", 1);
-    struct rlimit limit = {1 << 28, RLIM_INFINITY}; /* of shared memory, too */
+    struct rlimit limit = {1 << 28, RLIM_INFINITY}; /* limits shared memory, too */
     (void)setrlimit(RLIMIT_FSIZE, &limit);
     for (int kind = 0; kind < AF_KINDS; kind++) {
         memset(&z, 0, sizeof z);
@@ -625,7 +628,7 @@ H_FN void af_input(const uint8_t *data, size_t size) {
     z.kind = af_pick(&z, AF_KINDS);
     af_open(&z);
     while (z.size > 40) af_call(&z); /* the rest is for the training */
-    if (lib_failed(z.w)) { /* by fsdp_abort, or as memory was too short for one of several ranks */
+    if (lib_failed(z.w)) { /* by fsdp_abort, or memory was too short on one of several ranks */
         af_close(&z);
         af_open(&z);
     }

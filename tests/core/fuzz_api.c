@@ -13,7 +13,7 @@ int main(int argc, char **argv);
 #include "api_fuzz.h"
 #undef main
 
-/* Without seeds it would take long to come to inputs of many calls. */
+/* Writes seeds: without them it would take long to find inputs with many calls. */
 static void write_seeds(const char *dir) {
     for (uint64_t i = 1; dir && i <= 100; i++) {
         char path[512];

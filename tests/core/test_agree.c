@@ -1,5 +1,5 @@
-/* test_agree.c - ranks that describe a unit differently, or have come to another step, are told at
-   the next collective, and in which thing they differ.
+/* test_agree.c - if ranks describe a unit differently, or are in different steps, the next
+   collective fails on all ranks, and its text names the difference.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN | GLOO | NCCL | ONE_GPU
@@ -22,7 +22,7 @@ enum {
     DIRECT_MIN
 };
 
-/* What rank 0 does in its own way, and what the text says of it. */
+/* Changes that rank 0 makes, and the words for them in the text. */
 static const struct {
     const char *name;
     int what;
@@ -45,12 +45,12 @@ static const struct {
 typedef struct {
     int what;
     const char *text;
-    int replicas; /* the ranks are replicas, and do not shard */
+    int replicas; /* the ranks are replicas, without shards */
 } agree_job;
 
 static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
     (void)shard_numel;
-    nbytes[0] = user ? 40 : 24, nbytes[1] = user ? 24 : 40; // as much in all
+    nbytes[0] = user ? 40 : 24, nbytes[1] = user ? 24 : 40; // equal in total
     return 2;
 }
 static fsdp_status no_strings(void *user, const fsdp_param_view *v, void *const *strings,
@@ -83,7 +83,7 @@ static void make_pair(fsdp_world *w, int what, int is_odd, int replicas, fsdp_mo
     if (mine == STORED) p[0].dtype = p[1].dtype = FSDP_BF16;
     if (mine == PARAM_DTYPE) ud.param_dtype = FSDP_BF16;
     if (what == KEEP_DTYPE) p[0].dtype = p[1].dtype = ud.param_dtype = FSDP_F32;
-    if (mine == KEEP_DTYPE) p[0].keep_dtype = p[1].keep_dtype = 1; // changes nothing but the desc
+    if (mine == KEEP_DTYPE) p[0].keep_dtype = p[1].keep_dtype = 1; // changes only the desc
     if (mine == REDUCE_DTYPE) ud.reduce_dtype = FSDP_F64;
     if (mine == GRAD_DTYPE) md.grad_dtype = FSDP_F64;
     if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
@@ -97,7 +97,7 @@ static void make_pair(fsdp_world *w, int what, int is_odd, int replicas, fsdp_mo
     *u = lab_unit(w, *m, &ud, p, 2);
 }
 
-/* The failed world ends with its failure. */
+/* Shuts down the failed world, which returns its failure. */
 static void end_with(lab_rank *r, fsdp_status status) {
     CHECK_STATUS(fsdp_shutdown(r->w), status);
     r->w = NULL;
@@ -125,8 +125,8 @@ TEST_P(agree, units, differences) {
     lab_run(2, NULL, agree_rank, &job);
 }
 
-/* The groups of 2 ranks are there already, from another unit: rank 0 would keep half of this one
-   after forward, the others nothing. */
+/* The groups of 2 ranks exist already, from another unit. After forward rank 0 would keep half
+   of the parameters, the other ranks would free all. */
 static void slices_rank(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_mat("a", 8, 2), fsdp_mat("b", 8, 2)};
     fsdp_unit_desc ud = FSDP_ZERO;
@@ -160,7 +160,7 @@ static const struct {
              {"zero_grad", KEPT, "gradients of earlier steps (zero_grad))"},
              {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
 
-/* Two steps; in the second one rank 0 has done something else. */
+/* Runs two steps; in the second one rank 0 does something different. */
 static void step_rank(lab_rank *r) {
     const agree_job *job = (const agree_job *)r->arg;
     const int rank = r->rank;
@@ -168,7 +168,7 @@ static void step_rank(lab_rank *r) {
     fsdp_model *m;
     fsdp_unit *u;
     make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
-    if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
+    if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both become trainable
     for (int step = 0; step < 2 && !status; step++) {
         const int is_odd = rank == 0 && step == 1;
         if (is_odd && job->what == FACTOR) CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
@@ -196,7 +196,7 @@ TEST_P(agree, steps, steps) {
     lab_run(2, NULL, step_rank, &job);
 }
 
-/* ---- what optimizers are given --------------------------------------------------------------- */
+/* ---- settings of optimizers ------------------------------------------------------------------ */
 
 enum { SAME, LR, BETA, EPS, DECAY, GROUP, SET_GROUP, MOMENTUM, NESTEROV, LEFT_OUT, EMA_DECAY, EMA_CALLS,
        EMA_SWAP, SEED, UNUSED_SEED };
@@ -210,7 +210,7 @@ static const struct {
     {"ema_decay", EMA_DECAY}, {"ema_calls", EMA_CALLS},
     {"ema_swap", EMA_SWAP}, {"seed", SEED}, {"unused_seed", UNUSED_SEED}};
 
-/* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
+/* Runs a step of an optimizer with another setting on rank 0: the next gather fails. */
 static void optim_rank(lab_rank *r) {
     const agree_job *job = (const agree_job *)r->arg;
     const int what = r->rank ? SAME : job->what,
@@ -272,7 +272,7 @@ TEST_P(agree, optimizers, settings) {
     lab_run(2, NULL, optim_rank, &job);
 }
 
-/* The same for Muon and averages, at the first step. Numbers do not matter. */
+/* Settings of Muon and averages, at the first step. The values of parameters do not matter. */
 enum {
     MUON_SAME,
     MUON_LR,
@@ -395,7 +395,7 @@ TEST_P(agree, muon, muon_settings) {
     lab_run(2, NULL, muon_rank, &job);
 }
 
-/* Replicas that share the matrices: the gather over them compares lr, also if nothing shards. */
+/* Replicas that share the matrices: the gather over them compares lr, also without shards. */
 static void muon_replicas_rank(lab_rank *r) {
     const int differs = *(int *)r->arg;
     fsdp_param_desc p = fsdp_mat("w", 16, 16);
@@ -424,7 +424,7 @@ TEST(agree, muon_of_replicas) {
             lab_run(world, NULL, muon_replicas_rank, &differs);
 }
 
-/* The decay of an update, where ranks have one schedule, and it returns another number on each. */
+/* Averages whose decay function returns another value on each rank. */
 static double by_rank(void *user, int64_t step) { return (void)step, *(double *)user; }
 static void ema_decay_rank(lab_rank *r) {
     double decay = *(int *)r->arg && r->rank == 0 ? 0.25 : 0.5;
@@ -447,7 +447,8 @@ TEST(agree, ema_decay) {
     for (int differs = 0; differs < 2; differs++) lab_run(2, NULL, ema_decay_rank, &differs);
 }
 
-/* Of fsdp_clip_grads; rank 0 differs. Replicas have no collective in it, and hear it in the next. */
+/* Settings of fsdp_clip_grads; rank 0 differs. With replicas clipping has no collective, and the
+   next one fails. */
 static const struct {
     const char *name;
     double max_norm, norm_type;
@@ -493,7 +494,7 @@ TEST_P(agree, clip, clips) {
     lab_run(2, NULL, clip_rank, &job);
 }
 
-/* Stages of a pipeline have models and optimizers of their own, and clip together. */
+/* Stages of a pipeline have their own models and optimizers, and clip together. */
 static void stages_rank(lab_rank *r) {
     const fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "pp", "dp");
     const int stage = r->rank / 2;
@@ -518,7 +519,7 @@ static void stages_rank(lab_rank *r) {
         CALL(r->w, fsdp_post_backward(u));
         CALL(r->w, fsdp_finalize_backward(m));
         CALL(r->w, fsdp_clip_grads(m, &clip, &norm));
-        CHECK_NEAR(norm, sqrt(32), 1e-6); /* of both stages */
+        CHECK_NEAR(norm, sqrt(32), 1e-6); /* over both stages */
         CALL(r->w, fsdp_adamw_step(adamw, 0.1 + stage));
         CALL(r->w, fsdp_zero_grad(m));
     }
@@ -527,17 +528,17 @@ static void stages_rank(lab_rank *r) {
 }
 TEST(agree, optimizers_of_stages) { lab_run(4, NULL, stages_rank, NULL); }
 
-TEST_P(agree, steps_of_replicas, steps) { /* their one collective is the all-reduce */
+TEST_P(agree, steps_of_replicas, steps) { /* the all-reduce is the only collective */
     agree_job job = {row->what, row->text, 1};
     lab_run(2, NULL, step_rank, &job);
 }
 
-/* Rank 0 has finished one step more: it says so with its next collective. */
+/* Rank 0 has finished one more step: its next collective fails. */
 static void finished_rank(lab_rank *r) {
     fsdp_model *m;
     fsdp_unit *u;
     make_pair(r->w, NOTHING, 0, 0, &m, &u);
-    for (int step = 0; step < 2; step++) { /* as many collectives on all ranks */
+    for (int step = 0; step < 2; step++) { /* the same collectives on all ranks */
         lab_forward(r->w, u);
         lab_backward(r->w, u);
         CALL(r->w, fsdp_finalize_backward(m));
@@ -551,8 +552,8 @@ static void finished_rank(lab_rank *r) {
 }
 TEST(agree, finished_steps) { lab_run(2, NULL, finished_rank, NULL); }
 
-/* A rank drops the sums of its shard group, which wait for the all-reduce; the others add to theirs.
-   Where the backend adds, that is a part of what it is asked for. */
+/* Rank 0 drops its shard group's sums, which wait for the all-reduce, while the other rank adds
+   to its sums. If the backend adds them, its op compares that. */
 static void sums_rank(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("a", 8, 2);
     fsdp_model_desc md = FSDP_ZERO;
@@ -562,14 +563,14 @@ static void sums_rank(lab_rank *r) {
     fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
     CALL(r->w, fsdp_set_requires_all_reduce(m, NULL, 0));
     for (int micro = 0; micro < 2; micro++) {
-        if (micro == 1 && r->rank > 1) break; /* the other group is not asked */
+        if (micro == 1 && r->rank > 1) break; /* the other group takes no part */
         lab_forward(r->w, u);
         CALL(r->w, fsdp_pre_backward(u));
         CHECK(fsdp_grad(u, 0) != NULL);
         status = fsdp_post_backward(u);
         if (!status) status = fsdp_finalize_backward(m);
         if (micro == 0) CHECK_OK(status);
-        if (micro == 0) h_mark(0), h_await_marks(0, r->size); /* all have come so far */
+        if (micro == 0) h_mark(0), h_await_marks(0, r->size); /* all ranks have come this far */
         if (micro == 0 && r->rank == 0) CALL(r->w, fsdp_model_reset(m));
     }
     if (r->rank > 1) status = fsdp_barrier(r->w);
@@ -580,8 +581,9 @@ static void sums_rank(lab_rank *r) {
 }
 TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }
 
-/* Where a reduction may read the slot or the reduce input, by what this rank did before, its segments
-   are the same: rank 0 has sums of an earlier microbatch, the others used nothing in it. */
+/* A reduction has the same segments on all ranks, though a rank may read the slot or the reduce
+   input depending on its earlier microbatches: rank 0 has unreduced gradients, the others used
+   nothing. */
 static void sums_of_one_rank(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_mat("a", 64, 16), fsdp_mat("b", 64, 16)};
     fsdp_model_desc md = FSDP_ZERO;
@@ -600,7 +602,7 @@ static void sums_of_one_rank(lab_rank *r) {
         CALL(r->w, fsdp_post_backward(u));
         CALL(r->w, fsdp_finalize_backward(m));
     }
-    for (int i = 0; fsdp_next_param(m, &v); i++) /* the mean: 1 + i of rank 0, 11 + i of all */
+    for (int i = 0; fsdp_next_param(m, &v); i++) /* the mean: 1 + i from rank 0, 11 + i from all */
         for (int64_t k = 0; k < v.numel; k++)
             CHECK_EQ_INT((int)(2 * ((const float *)v.shard_grad)[k]), 2 * (11 + i) + 1 + i);
 }

@@ -1,5 +1,5 @@
-/* test_budget.c - the host's cost of the hooks in instructions, which unlike times do not depend on
-   what else the machine does: below a bound, and the same for 2 and for 1,024 ranks.
+/* test_budget.c - the host's cost of the hooks in instructions, which do not depend on other work
+   of the machine, as times do: within a bound, and equal for 2 and for 1,024 ranks.
 
    SPDX-License-Identifier: MIT */
 #if defined(__has_feature)
@@ -11,7 +11,7 @@
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define INSTRUMENTED 1
 #endif
-/* Asked before fsdp.h, whose pragmas about optimisation gcc lets show in these macros. */
+/* Evaluated before fsdp.h, whose pragmas about optimisation change these macros in gcc. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(INSTRUMENTED)
 #define FOR_SPEED 1
 #endif
@@ -21,16 +21,16 @@
 #include "sim.h"
 #include "bench/host_cost.h"
 
-/* About twelve of these instructions take a nanosecond. The goals, 80 ns for a unit's hooks of
-   forward and 160 ns for those of backward, are in bench/bench_host.c. Getters are called for every
-   parameter. */
+/* About twelve of these instructions take a nanosecond. The goals, 80 ns for a unit's forward
+   hooks and 160 ns for its backward hooks, are in bench/bench_host.c. Getters are called for
+   every parameter. */
 static const struct {
     const char *name;
     int async;
     fsdp_dtype dtype;
     int dim;
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
-    const char *asked;         /* with a flight record, or a trace: its variable */
+    const char *asked;         /* variable that enables a flight record or a trace */
 } budgets[] = {
     {"inline", 0, FSDP_F32, 0, {931, 2000, 480, 97, 107}, NULL},
     {"streams", 1, FSDP_BF16, 0, {1850, 3480, 495, 97, 107}, NULL},
@@ -65,13 +65,13 @@ TEST_P(budget, instructions, budgets, SECONDS(120)) {
 #endif
 }
 
-/* A replayed step beside the same step by calls, in per cent: the hooks of a unit; all, finalize
-   with them. */
+/* Instructions of a replayed step in per cent of an eager step's: a unit's hooks; hooks and
+   finalize. */
 static const struct {
     const char *name;
     int async;
     fsdp_dtype dtype;
-    double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
+    double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; eager: 100 */
 } replays[] = {
     {"inline", 0, FSDP_F32, {100, 95, 84}, {100, 97, 87}},
     {"streams", 1, FSDP_BF16, {100, 103, 107}, {100, 103, 107}},

@@ -1,6 +1,5 @@
-/* test_cast.c - fsdp_model_cast: shards, gradients and states of optimizers in another dtype, from
-   the next call on. A model that was made in that dtype, and was given the same, goes on with the
-   same bits.
+/* test_cast.c - fsdp_model_cast: shards, gradients and optimizer states in another dtype, from the
+   next call on. A model that was made in that dtype, with equal values, continues with equal bits.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NCCL | ONE_GPU
@@ -25,7 +24,8 @@ typedef struct {
 
 static const int64_t shapes[PARAMS][2] = {{7, 3}, {5, 1}, {4, 8}, {3, 2}};
 
-/* The last parameter of a unit is frozen; of the second unit, of integers. */
+/* Makes a model. The last parameter of each unit is frozen; that of the second unit has
+   integers. */
 static void make(model *x, fsdp_world *w, const setting *s, fsdp_dtype dtype) {
     fsdp_model_desc md = FSDP_ZERO;
     memset(x, 0, sizeof *x);
@@ -60,7 +60,7 @@ static void fill(void *user, const fsdp_param_view *v) {
     }
 }
 
-/* Gradients that every dtype here holds. */
+/* Runs a step with gradients that every dtype here can hold exactly. */
 static void step(model *x) {
     for (int u = 0; u < UNITS; u++) lab_forward(x->w, x->unit[u]);
     for (int u = UNITS - 1; u >= 0; u--) {
@@ -79,7 +79,7 @@ static void step(model *x) {
     x->steps++;
 }
 
-/* All that a model keeps of one parameter, in f64. */
+/* A parameter's shard, gradient and optimizer state, in f64. */
 typedef struct {
     fsdp_dtype dtype;
     int has_grad, has_state;
@@ -108,7 +108,7 @@ static void keep(model *x, kept *all) {
     }
 }
 
-/* What is there after a cast of what was there: rounded once. */
+/* Checks that each value was rounded once to the new dtype. */
 static void check_cast(const kept *before, const kept *after, fsdp_dtype to) {
     for (int p = 0; p < UNITS * PARAMS; p++) {
         const kept *a = &before[p], *b = &after[p];
@@ -129,7 +129,7 @@ static void check_cast(const kept *before, const kept *after, fsdp_dtype to) {
     }
 }
 
-/* Writes it into a model of the right dtype. */
+/* Writes the values into a model of the right dtype. */
 static void give(model *x, const kept *all) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(x->m, &v)) {
@@ -171,7 +171,7 @@ static void follows(fsdp_world *w, const void *arg) {
         CALL(w, fsdp_zero_grad(a.m));
         CALL(w, fsdp_zero_grad(b.m));
     }
-    CALL(w, fsdp_set_requires_grad(a.unit[0], 0, 0)); /* a cast and a freeze at a time, and back */
+    CALL(w, fsdp_set_requires_grad(a.unit[0], 0, 0)); /* a cast together with a freeze, and back */
     CALL(w, fsdp_model_cast(a.m, s->from));
     keep(&a, before);
     for (int e = 0; e < MOST; e++)
@@ -199,7 +199,7 @@ TEST_P(cast, follows, ways) {
     }
 }
 
-/* Before the first call that needs the layout nothing has to move. */
+/* Before the first call that needs a layout a cast moves nothing. */
 static void early(fsdp_world *w, const void *arg) {
     const setting s = {0, 0, 0, FSDP_F32, FSDP_F64, 0};
     static __thread kept one[UNITS * PARAMS], other[UNITS * PARAMS];
@@ -258,7 +258,7 @@ static void refused(fsdp_world *w, const void *arg) {
     CALL(w, fsdp_set_requires_gradient_sync(a.m, NULL, 0));
     step(&a);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_model_cast(a.m, FSDP_F64), "E203");
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_finalize_backward(a.m), "E203"); /* told again */
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_finalize_backward(a.m), "E203"); /* returned again */
     CALL(w, fsdp_set_requires_gradient_sync(a.m, NULL, 1));
     step(&a);
     CHECK_EQ_INT(lab_view(w, a.unit[0], 0).dtype, FSDP_F32);
@@ -275,7 +275,7 @@ TEST(cast, refused) {
     for (int size = 1; size <= 2; size++) lab_on_worlds(size, NULL, refused, NULL);
 }
 
-/* An allocation fails, whichever it is: a second call does what the first one did not. */
+/* If any one allocation fails, a second call completes the cast. */
 static void out_of_memory(lab_rank *r) {
     const setting s = {0, 0, 0, FSDP_F32, FSDP_F64, 0};
     static kept before[UNITS * PARAMS], after[UNITS * PARAMS];
@@ -295,7 +295,7 @@ static void out_of_memory(lab_rank *r) {
             CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
             failed = 1;
             fsdp_memory memory;
-            CALL(r->w, fsdp_model_predict(a.m, &memory)); /* of what is there now */
+            CALL(r->w, fsdp_model_predict(a.m, &memory)); /* for the present layout */
             CALL(r->w, fsdp_model_cast(a.m, FSDP_F64));
             CALL(r->w, fsdp_model_commit(a.m));
         }

@@ -1,9 +1,9 @@
-/* test_delays.c - the bits of a training do not depend on how it is run: layout, threads or
-   processes, inline or worker threads, prefetching, fused reductions, offloading, when parameters
-   are freed, and how long anything takes. Delays are injected before every collective, by a backend
-   that wraps the shared-memory one, and between the calls of the trainer; they are pseudo-random,
-   the same for the same --seed, and different on every rank. Nor do the bits depend on whether steps
-   go by calls or are replayed from a plan, or on whether redistributions run beside other work.
+/* test_delays.c - the bits of a training do not depend on how it runs: layout, threads or
+   processes, inline or worker threads, prefetching, fused reductions, offloading, the time of
+   resharding, and delays. A backend that wraps another one injects delays before every collective,
+   and the trainer between its calls. They are pseudo-random, equal for equal --seed, and different
+   on every rank. The bits do not depend either on whether steps are eager or replayed from a plan,
+   or on whether redistributions overlap with other work.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | TSAN | AT_NIGHT(ASAN)
@@ -15,13 +15,13 @@
 enum { WIDTH = 8, UNITS = 8, PARAMS = 2, KINDS = 4, STEPS = 5 * KINDS, MICROS = 2 };
 enum { RANKS = 4, RUNS = 64 };
 
-/* ---- what is trained ------------------------------------------------------------------------- */
+/* ---- the model ------------------------------------------------------------------------------- */
 
 typedef struct {
     int ndim, shard_dim, frozen;
     int64_t shape[3];
 } shape;
-// Units 1 to 4 are alike, so that they take turns with the same slots.
+// Units 1 to 4 are equal, so that they share slots.
 #define ALIKE                                                                                      \
     {                                                                                              \
         {2, 0, 0, {41, 9, 0}}, {                                                                   \
@@ -38,7 +38,7 @@ static const shape net[UNITS][PARAMS] = {
     {{2, 0, 0, {0, 4, 0}}, {3, 2, 0, {8, 8, 3}}},
     {{2, 0, 0, {130, 9, 0}}, {1, 0, 0, {48, 0, 0}}},
 };
-enum { MOST = 130 * 9 }; // elements of a parameter
+enum { MOST = 130 * 9 }; // largest number of elements of a parameter
 
 static int64_t numel(int u, int i) { return lab_numel(net[u][i].ndim, net[u][i].shape); }
 
@@ -55,7 +55,7 @@ static const numbers kinds[] = {
     {"bf16_grad_f32", FSDP_BF16, 0, 0, FSDP_F32},
 };
 
-/* How it is run: must not change a bit. */
+/* Options of a run: they must not change a bit. */
 enum {
     PREFETCH_DEFAULT = 0,
     PREFETCH_ALWAYS,
@@ -67,9 +67,9 @@ enum {
     PREFETCHES
 };
 typedef struct {
-    lab_guard guard; // of its comms
+    lab_guard guard; // guards its comms
     int lanes, layout, prefetch, reshard, offload, delay, debug, other_input;
-    int planned; // from a plan, not by calls
+    int planned; // replayed from a plan; 0: eager
     uint64_t seed;
     int rank; // set by each rank in its own copy
 } way;
@@ -86,8 +86,8 @@ static void describe(const way *w, char *text, size_t size) {
              w->delay, w->debug);
 }
 
-/* Run 0 is the plainest, 1 is the same once more; any 63 in a row have all pairs of lanes, layout
-   and prefetch. */
+/* Returns the options of a run. Run 0 is the simplest, and run 1 repeats it. Any 63 consecutive
+   runs contain all pairs of worker threads, layout and prefetch. */
 static way make_way(int run, int shards) {
     way w;
     uint64_t h = lab_hash(h_seed(), (uint64_t)run, 17, 0);
@@ -107,13 +107,13 @@ static way make_way(int run, int shards) {
     return w;
 }
 
-/* ---- a backend that dawdles ------------------------------------------------------------------ */
+/* ---- a slow backend -------------------------------------------------------------------------- */
 
 enum { DELAY_NS = 200000 };
 
-enum { AT_COMM = 1, AT_HOOK = 2 }; // where
+enum { AT_COMM = 1, AT_HOOK = 2 }; // the places of delays
 
-/* Sleeps 0 to 0.2 ms, or not at all. */
+/* Sleeps for 0 to 0.2 ms, or not at all. */
 static void dawdle(const way *w, int where, uint64_t what, uint64_t which) {
     struct timespec t = {0, 0};
     uint64_t h = lab_hash(w->seed + (uint64_t)w->rank, what, which, 0);
@@ -136,7 +136,7 @@ typedef struct {
     fsdp_world *world;
     sim *sim; // the simulated device, or NULL
     fsdp_model *model;
-    fsdp_plan *plan; // or NULL
+    fsdp_plan *plan; // the plan, or NULL
     fsdp_unit *unit[UNITS];
     int rank, step;
     int64_t replayed;
@@ -218,7 +218,7 @@ static void take_down(trainer *t) {
     fsdp_model_destroy(t->model);
 }
 
-/* What is gathered, as floats. */
+/* Returns a gathered parameter as floats, in `room`. */
 static const float *load(const trainer *t, int u, int i, fsdp_dtype dtype, float *room) {
     const void *data = fsdp_data(t->unit[u], i);
     W_CHECK(data != NULL, "no data: %s", fsdp_last_error(t->world));
@@ -227,7 +227,8 @@ static const float *load(const trainer *t, int u, int i, fsdp_dtype dtype, float
     return room;
 }
 
-/* Some parameters are used by some of the ranks only, and one by one rank in one microbatch. */
+/* Returns 1 if this rank uses a parameter: some are used by some ranks only, and one by one rank
+   in one microbatch. */
 static int uses(const trainer *t, int u, int i, int micro) {
     if (u == 0 && i == 1) return micro == 1 && t->rank == t->step % fsdp_world_size(t->world);
     return i == 0 || u % 2 || (t->rank + micro + t->step) % 2 == 0;
@@ -256,7 +257,7 @@ static void forward(trainer *t, fsdp_dtype dtype, int micro) {
 }
 
 static void add_grad(const trainer *t, int u, int i, fsdp_dtype dtype, const float *dp) {
-    double sum[MOST]; // as the library adds, which may do it itself or leave it to the caller
+    double sum[MOST]; // rounds as the library does, which may add itself or leave it to the caller
     void *grad = fsdp_grad(t->unit[u], i);
     W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(t->world));
     if (t->sim) sim_write(t->sim, "a layer", grad, numel(u, i) * (int64_t)fsdp_dtype_size(dtype));
@@ -265,7 +266,7 @@ static void add_grad(const trainer *t, int u, int i, fsdp_dtype dtype, const flo
     lab_store(grad, dtype, sum, numel(u, i));
 }
 
-/* Backward of a unit, with and to the slope of its output and input. */
+/* Runs the backward of a unit. dy: the gradient of its output; on return that of its input. */
 static void backward_unit(trainer *t, fsdp_dtype dtype, int micro, int u, float *dy) {
     float room[MOST], dp[MOST], dx[WIDTH], dz[WIDTH];
     HOOK(t, fsdp_pre_backward(t->unit[u]));
@@ -288,8 +289,8 @@ static void backward_unit(trainer *t, fsdp_dtype dtype, int micro, int u, float 
     HOOK(t, fsdp_post_backward(t->unit[u]));
 }
 
-/* first_first: each unit has a loss of its own, and the first one's comes first, so that the last
-   unit of the backward before is the first of this one. */
+/* Runs backward. first_first: each unit has its own loss, and unit 0 comes first, so that the
+   last unit of the previous backward is the first one of this. */
 static void backward(trainer *t, fsdp_dtype dtype, int micro, int first_first) {
     float dy[WIDTH];
     for (int k = 0; k < UNITS; k++) {
@@ -300,7 +301,7 @@ static void backward(trainer *t, fsdp_dtype dtype, int micro, int first_first) {
     }
 }
 
-/* The caller reads or writes its part of a parameter. */
+/* Notes that the caller reads or writes its shard of a parameter. */
 static void touch(const trainer *t, const fsdp_param_view *v, int write) {
     if (!t->sim) return;
     (write ? sim_write : sim_read)(t->sim, "a shard", v->shard,
@@ -310,7 +311,7 @@ static void touch(const trainer *t, const fsdp_param_view *v, int write) {
                  v->numel * (int64_t)fsdp_dtype_size(v->grad_dtype));
 }
 
-/* Shards and gradients, parameter by parameter. */
+/* Adds shards and gradients of all parameters to the hash. Returns the number of gradients. */
 static int64_t fold_all(trainer *t) {
     fsdp_param_view v = FSDP_ZERO;
     int64_t grads = 0;
@@ -337,8 +338,9 @@ static void update(trainer *t) {
     HOOK(t, fsdp_params_changed(t->model));
 }
 
-/* The microbatches of a step. Step 0 reduces them together, step 1 one by one, step 2 keeps sums
-   over the shard group in between, and step 3 has two forwards before two backwards; and so on. */
+/* Runs the microbatches of a step. Step 0 reduces them together, step 1 one by one, step 2 keeps
+   sums over the shard group in between, and step 3 has two forwards before two backwards; then
+   it repeats. */
 static void train_micros(trainer *t, fsdp_dtype dtype) {
     for (int m = 0; m < MICROS; m++) {
         const int last = m + 1 == MICROS, kind = t->step % KINDS;
@@ -364,7 +366,7 @@ static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
     update(t);
     fold_all(t);
     *out = t->hash;
-    if (t->step % KINDS != 1) CALL(t->world, fsdp_zero_grad(t->model)); // else they are added to
+    if (t->step % KINDS != 1) CALL(t->world, fsdp_zero_grad(t->model)); // otherwise they add up
     CALL(t->world, fsdp_set_grad_enabled(t->model, 0));                 // an evaluation in between
     forward(t, dtype, 0);
     CALL(t->world, fsdp_set_grad_enabled(t->model, 1));
@@ -375,14 +377,14 @@ static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
 
 typedef struct {
     int ranks, shards, runs;
-    int steps;    // how many are compared
-    int base;     // of the job's names
+    int steps;    // number of steps compared
+    int base;     // number in the job's names
     int threaded; // ranks are threads
     const numbers *kind;
     fsdp_threads threads[RUNS];
     way way[RUNS];
     uint64_t hash[RUNS][RANKS][STEPS];
-    int64_t replayed; // of rank 0
+    int64_t replayed; // replayed steps of rank 0
 } batch;
 
 static void run_rank(int rank, int ranks, void *arg) {
@@ -420,8 +422,8 @@ static void run_rank(int rank, int ranks, void *arg) {
     }
 }
 
-/* The run of `a` with the bits that this one has to have: run 0. In f16 a backend that is not fused
-   divides elsewhere: its first run. */
+/* Returns the run of `a` with the expected bits: run 0. In f16, a backend that is not fused
+   divides at another point: then the first run that is not fused. */
 static int reference(const batch *a, const way *w) {
     int run = 0;
     if (strstr(a->kind->name, "f16_f16"))
@@ -436,7 +438,7 @@ static void compare(const batch *a, const batch *b) {
                 char text[200];
                 describe(&b->way[run], text, sizeof text);
                 of = reference(a, &b->way[run]);
-                if (of == a->runs) continue; /* none of its kind */
+                if (of == a->runs) continue; /* no run of its kind */
                 CHECK_MSG(a->hash[of][r][s] == b->hash[run][r][s],
                           "%s: rank %d of %d (%s), step %d: other bits in run %d: %s",
                           b->kind->name, r, b->ranks, b->threaded ? "threads" : "processes", s, run,
@@ -468,7 +470,7 @@ static void same_bits(int ranks, int shards, const numbers *kind, int threads, i
     h_ranks_thread(ranks, run_rank, a);
     compare(a, a);
     compare(a, b);
-    other = new_batch(ranks, shards, kind, 1, 0); // that the hashes see what they should see
+    other = new_batch(ranks, shards, kind, 1, 0); // other input must change the hashes
     other->way[0].other_input = 1;
     h_ranks_proc(ranks, run_rank, other);
     for (int r = 0; r < ranks; r++)
@@ -513,8 +515,8 @@ TEST_P(long_delays, same_bits, all_rows, SECONDS(300) | NIGHT) {
 
 /* ---- streams --------------------------------------------------------------------------------- */
 
-/* On the simulated device, where every rank does what this one does. Run 0 is inline. Returns
-   whether reductions are fused. */
+/* Runs on the simulated device, where every rank does the same. Run 0 is inline. Returns 1 if
+   reductions are fused. */
 static int on_streams(const numbers *kind, int run, int steps, uint64_t *hash, int64_t *replayed) {
     static const int64_t latencies[] = {0, 1000, 1000000, 500000000};
     const fsdp_dtype dtype = kind->param ? kind->param : kind->stored;
@@ -541,8 +543,8 @@ static int on_streams(const numbers *kind, int run, int steps, uint64_t *hash, i
     return s.fused;
 }
 
-/* However long collectives take, no buffer is used before they have ended, and no bit changes. (In
-   f16 what is not fused divides elsewhere.) */
+/* However long collectives take, no buffer is used before they have ended, and no bit changes.
+   (In f16 a reduction that is not fused divides at another point.) */
 static int64_t streams(const numbers *kind, int runs, int steps) {
     uint64_t hash[2][STEPS], now[STEPS];
     int64_t replayed = 0;
@@ -565,7 +567,7 @@ static const row_of_bits planned_rows[] = {
     ROW(3, 3, 1, "bf16_f32"),
     ROW(4, 2, 0, "2x2/f32"),
 };
-/* Run 0 goes by calls. */
+/* Run 0 is eager. */
 TEST_P(delays, planned, planned_rows, row->ranks > 3 ? AT_NIGHT(TSAN) : 0) {
     const int runs = W_SLOW ? 4 : 6;
     batch *b = new_batch(row->ranks, row->shards, row->kind, runs, 0);
@@ -586,8 +588,8 @@ TEST_P(delays, planned_on_streams, kinds, row == kinds ? 0 : AT_NIGHT(TSAN)) {
 
 /* ---- tensor parallelism ---------------------------------------------------------------------- */
 
-/* A transformer block on (dp, tp). Every second run begins its redistributions, computes the gradients
-   of weights, and waits. */
+/* A transformer block on (dp, tp). Every second run starts its redistributions, computes
+   gradients of weights, and waits. */
 typedef struct {
     batch b;
     block_net net;

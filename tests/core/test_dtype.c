@@ -1,10 +1,9 @@
-/* test_dtype.c - conversions between element types and the one reduction of the library, bit
-   by bit.
+/* test_dtype.c - conversions between element types, and the library's reduction, bit by bit.
 
-   The model is slow and knows no tricks: a table of what each 16-bit pattern is worth, and a search
-   in it for the nearest value. It takes inputs apart with integers, so that it holds as well in a
-   program whose processor flushes subnormals to zero (gcc -Ofast links that in); there, f32
-   subnormals on the way from and to f64 are zero, which is all that such a program changes.
+   The reference is slow and simple: a table of the value of each 16-bit pattern, and a search in it
+   for the nearest value. It takes inputs apart with integers, so that it also holds on a processor
+   that flushes subnormals to zero (gcc -Ofast links that in). There, f32 subnormals on the way from
+   and to f64 are zero, which is all that flushing changes.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | AT_NIGHT(ASAN)
@@ -16,7 +15,7 @@
 enum { BATCH = 1 << 16 };
 #define NORMAL32 0x3810000000000000u /* f64 pattern of the smallest normal f32 */
 
-/* ---- the model ------------------------------------------------------------------------------- */
+/* ---- the reference --------------------------------------------------------------------------- */
 
 typedef struct {
     const char *name;
@@ -27,8 +26,8 @@ static const half halves[] = {{"f16", FSDP_F16, 5, 10}, {"bf16", FSDP_BF16, 8, 7
 
 static unsigned infinity_of(const half *k) { return 0x7FFFu >> k->mant_bits << k->mant_bits; }
 
-/* What the non-negative patterns are worth, in ascending order. In the place of infinity stands the
-   value that would follow the largest one: what is nearer to it than to the largest overflows. */
+/* Returns the values of the non-negative patterns, ascending. In place of infinity it has the
+   value that would follow the largest one: numbers nearer to that than to the largest overflow. */
 static const double *worths(const half *k) {
     static double tables[2][32768];
     static int ready[2];
@@ -42,7 +41,7 @@ static const double *worths(const half *k) {
     return w;
 }
 
-/* Whether f32 subnormals become zero in arithmetic. */
+/* Returns 1 if arithmetic flushes f32 subnormals to zero. */
 static int flushing(void) {
     volatile float tiny = lab_from_bits32(1), smallest = lab_from_bits32(0x00800000u);
     volatile double wide = (double)tiny;
@@ -50,13 +49,13 @@ static int flushing(void) {
     return lab_bits(wide) == 0 || lab_bits32(below) == 0;
 }
 
-/* |x| of a finite f32 pattern, exactly. */
+/* Returns |x| of a finite f32 pattern, exactly. */
 static double worth32(uint32_t u) {
     int e = (int)(u >> 23 & 255u), m = (int)(u & 0x7FFFFFu);
     return e ? ldexp(m + 0x800000, e - 150) : ldexp(m, -149);
 }
 
-/* The pattern nearest to x >= 0; of two equally near ones the even one. */
+/* Returns the pattern nearest to x >= 0; on a tie the even one. */
 static unsigned nearest(const half *k, double x) {
     const double *w = worths(k);
     unsigned lo = 0, hi = infinity_of(k);
@@ -72,7 +71,8 @@ static unsigned nearest(const half *k, double x) {
     return below < above ? lo : hi;
 }
 
-/* The 16-bit pattern of an f32 pattern. NaN: its sign and as much of its payload as fits, quiet. */
+/* Returns the 16-bit pattern of an f32 pattern. A NaN keeps its sign and the upper bits of its
+   payload, and becomes quiet. */
 static unsigned model_of_32(const half *k, uint32_t u) {
     unsigned sign = u >> 16 & 0x8000u, quiet = 1u << (k->mant_bits - 1);
     if ((u & 0x7FFFFFFFu) > 0x7F800000u)
@@ -83,7 +83,7 @@ static unsigned model_of_32(const half *k, uint32_t u) {
 
 static int is_nan16(const half *k, unsigned h) { return (h & 0x7FFFu) > infinity_of(k); }
 
-/* The f32 pattern of a 16-bit pattern. */
+/* Returns the f32 pattern of a 16-bit pattern. */
 static uint32_t model_to_32(const half *k, unsigned h) {
     uint32_t sign = (h & 0x8000u) << 16, mant = h & ((1u << k->mant_bits) - 1);
     if (is_nan16(k, h)) return sign | 0x7FC00000u | mant << (23 - k->mant_bits);
@@ -132,7 +132,7 @@ TEST_P(dtype, all_patterns, halves) {
     h_message("%s: %d patterns", row->name, BATCH);
 }
 
-/* f16 <-> bf16 have no direct way of their own: as by f32, which holds both exactly. */
+/* f16 <-> bf16 convert as if through f32, which holds both exactly. */
 TEST(dtype, between_halves) {
     static uint16_t in[BATCH], out[BATCH];
     for (unsigned i = 0; i < BATCH; i++) in[i] = (uint16_t)i;
@@ -172,7 +172,7 @@ static void flush64(const half *k) {
     for (int i = 0; i < queued64; i++) {
         uint64_t u = queue64[i], a = u & 0x7FFFFFFFFFFFFFFFu;
         unsigned sign = (unsigned)(u >> 48) & 0x8000u, want = sign | infinity_of(k);
-        if (a < 0x0010000000000000u) want = sign; /* of no weight, and perhaps flushed to zero */
+        if (a < 0x0010000000000000u) want = sign; /* too small to count; perhaps flushed */
         else if (a < 0x7FF0000000000000u) want = sign | nearest(k, lab_from_bits(a));
         if (a > 0x7FF0000000000000u)
             CHECK_MSG(is_nan16(k, out[i]) && (out[i] & 0x8000u) == sign,
@@ -189,8 +189,8 @@ static void put64(const half *k, uint64_t u) {
     if (queued64 == BATCH) flush64(k);
 }
 
-/* The half-way point above each 16-bit value, of both signs, and the floats around it; the value
-   itself and the floats around it. */
+/* For each 16-bit value of both signs: the half-way point above it and the floats around that,
+   the value itself and the floats around it. */
 TEST_P(dtype, half_way_points_of_f32, halves) {
     const double *w = worths(row);
     for (unsigned h = 0; h < infinity_of(row); h++) {
@@ -207,7 +207,7 @@ TEST_P(dtype, half_way_points_of_f32, halves) {
     h_message("%s: %lld values", row->name, (long long)cases);
 }
 
-/* The same from f64, and values that are wrong when they are rounded to f32 first. */
+/* Half-way points in f64, and values that come out wrong if they are rounded to f32 first. */
 TEST_P(dtype, half_way_points_of_f64, halves) {
     const double *w = worths(row);
     for (unsigned h = 0; h < infinity_of(row); h++) {
@@ -237,7 +237,7 @@ TEST_P(dtype, half_way_points_of_f64, halves) {
 TEST_P(dtype, random_f32, halves) {
     uint64_t rng = h_seed();
     for (int i = 0; i < 3000000; i++) put32(row, (uint32_t)(h_rand64(&rng) >> 32));
-    for (int i = 0; i < 1000000; i++) { /* where 16 bits are not yet all zero or infinite */
+    for (int i = 0; i < 1000000; i++) { /* 16 bits are not yet all zero or infinite */
         uint64_t r = h_rand64(&rng);
         put32(row, (uint32_t)(r & 0x807FFFFFu) | (100u + (uint32_t)(r >> 40) % 46u) << 23);
     }
@@ -257,8 +257,8 @@ TEST_P(dtype, random_f64, halves) {
     h_message("%s: %lld values", row->name, (long long)cases);
 }
 
-/* Rounding never goes down where the value goes up. With the half-way points that proves it for
-   every f32; all of them on request, else blocks of them here and there. */
+/* Rounding is monotonous. Together with the half-way points that proves it for every f32: for
+   all on request, otherwise for random blocks. */
 TEST_P(dtype, monotonous, halves, SECONDS(300)) {
     static uint16_t out[BATCH];
     int all = getenv("FSDP_TEST_LONG") != NULL, blocks = all ? 0x7F80 : 400;
@@ -416,7 +416,7 @@ static unsigned nearest_signed(fsdp_dtype dtype, double x) {
     return (x < 0 ? 0x8000u : 0) | nearest(&halves[dtype == FSDP_BF16], x < 0 ? -x : x);
 }
 
-/* One element, one operation at a time; every result is rounded because it is volatile. */
+/* Reduces one element, one operation at a time; each result is rounded because it is volatile. */
 static void reduce_one(void *dst, fsdp_dtype dst_dtype, const char *const *srcs, int num_srcs,
                        fsdp_dtype dtype, size_t i, double scale, int accumulate, fsdp_redop redop) {
     volatile double acc64 = get64(srcs[0], dtype, i), x64;
@@ -439,7 +439,7 @@ static void reduce_one(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
     else ((uint16_t *)dst)[i] = (uint16_t)nearest_signed(dst_dtype, wide ? acc64 : (double)acc32);
 }
 
-/* Numbers of all sizes that stay finite and normal. */
+/* Fills in random numbers of all sizes that stay finite and normal. */
 static void fill_random(void *p, fsdp_dtype dtype, size_t count, uint64_t *rng) {
     for (size_t i = 0; i < count; i++) {
         uint64_t r = h_rand64(rng);
@@ -482,7 +482,7 @@ TEST(dtype, reduce) {
                        "%d x %s -> %s, %zu elements, scale %g, accumulate %d, op %d", num,
                        fsdp_dtype_name(floats[a]), fsdp_dtype_name(to), count, scale, accumulate,
                        (int)redop);
-            if (count <= 7) { /* element by element, the bits are the same */
+            if (count <= 7) { /* one call per element gives the same bits */
                 for (size_t i = 0; i < count; i++) {
                     const char *one[SRCS];
                     for (int k = 0; k < num; k++) one[k] = src[k] + i * fsdp_dtype_size(floats[a]);
@@ -523,8 +523,8 @@ TEST(dtype, reduce_in_pieces) {
             }
 }
 
-/* Patterns of every kind: zeros, subnormals, numbers of all sizes, infinities, NaNs quiet and
-   signalling, of both signs. */
+/* Returns a pattern of any kind: zeros, subnormals, numbers of all sizes, infinities, quiet and
+   signalling NaNs, of both signs. */
 static uint32_t any_pattern(fsdp_dtype dtype, uint64_t *rng) {
     uint64_t r = h_rand64(rng);
     int mant = dtype == FSDP_F32 ? 23 : halves[dtype == FSDP_BF16].mant_bits;
@@ -545,7 +545,7 @@ static void fill_any(char *p, fsdp_dtype dtype, size_t count, uint64_t *rng) {
     }
 }
 
-/* The reference, whatever the fast loops take. */
+/* Reduces with the reference loop, without the fast loops. */
 static void reduce_by_blocks(char *dst, fsdp_dtype to, const char *const *srcs, int num,
                              fsdp_dtype from, size_t count, float scale, int accumulate) {
     const char *block[FSDPI_MAX_SRCS];
@@ -573,10 +573,10 @@ static int is_nan_at(const char *p, fsdp_dtype dtype, size_t i) {
 enum { LONGEST = 1100, SOURCES = 19, ROOM = LONGEST * 4 + 64 };
 static const fsdp_dtype narrow_floats[] = {FSDP_F32, FSDP_F16, FSDP_BF16};
 
-/* Every combination of dtypes, number of sources, scale and accumulate, at lengths around vectors
-   and blocks, at every alignment, apart and in place: the bits of the reference. If an element has
-   several NaNs or infinities, which payload the NaN gets is up to the compiler's order of the two
-   operands of an addition, in the reference, too; then both are NaN. */
+/* Compares with the reference for every combination of dtypes, number of sources, scale and
+   accumulate, at lengths around vectors and blocks, at each alignment, in place and not. If an
+   element has several NaNs or infinities, the payload of the NaN depends on the compiler's order
+   of the two operands of an addition, in the reference, too; then both must be NaN. */
 TEST(dtype, loops_have_the_bits_of_the_blocks) {
     static char src[SOURCES][ROOM], got[ROOM], want[ROOM], before[ROOM];
     static const size_t counts[] = {0, 1, 15, 16, 17, 31, 32, 48, 511, 512, 513, 528, 1024, LONGEST};
@@ -635,7 +635,7 @@ TEST(dtype, loops_have_the_bits_of_the_blocks) {
               (long long)several);
 }
 
-/* What the compiler made for every processor of the architecture, and for wide vectors: equal. */
+/* Compares the code for any processor of the architecture with the code for wide vectors. */
 TEST(dtype, loops_of_every_processor) {
     static char src[8][ROOM], base[ROOM], wide[ROOM];
     static const struct {
@@ -667,8 +667,9 @@ TEST(dtype, loops_of_every_processor) {
     }
 }
 
-/* Results so large that they go around the caches, and the length before: every shape of a sum, to
-   places that are and are not fit for that, also into the first source. */
+/* Results so large that they bypass the caches, and the largest length that does not: each
+   number of sources, to destinations with and without the alignment for that, also into the
+   first source. */
 TEST(dtype, results_around_the_caches) {
     static const int nums[] = {1, 2, 3, 5, 8, 9};
     enum { NUM = 9, ELEMENTS = FSDPI_STREAM / 2 + 5000, BYTES = ELEMENTS * 4 };
@@ -705,8 +706,8 @@ TEST(dtype, results_around_the_caches) {
     free(want);
 }
 
-/* The largest and the least: a NaN of rank 0 stays, those of others are passed over, and of zeros the
-   first one stays; also where the program is built to take no account of them. */
+/* MAX and MIN: a NaN of rank 0 stays, NaNs of other ranks are ignored, and of zeros the first
+   one stays; also in a program built without support for NaN and signed zeros. */
 TEST(dtype, largest_and_least_beside_nan) {
     static const fsdp_dtype dtypes[] = {FSDP_F64, FSDP_F32, FSDP_F16, FSDP_BF16};
     static const double nan = (double)NAN, rows[][5] = {/* sources; MAX, MIN; NaN: 0 is not */
@@ -733,7 +734,7 @@ TEST(dtype, largest_and_least_beside_nan) {
     }
 }
 
-/* The sum depends on the order of the ranks, and rank 0 comes first; the destination last. */
+/* The sum depends on the order of the ranks: rank 0 comes first, the destination last. */
 TEST(dtype, rank_order) {
     static const struct {
         float x[4];
@@ -778,7 +779,7 @@ TEST(dtype, reduce_in_place) {
     }
 }
 
-/* Infinities and NaN pass through sums, -0 is kept by a cast and by a scale. */
+/* Infinities and NaN pass through sums; a cast and a scale keep -0. */
 TEST(dtype, reduce_special_values) {
     uint32_t in[6] = {0x7F800000u, 0xFF800000u, 0x7FC00001u, 0x80000000u, 0x00000000u, 0x3F800000u};
     uint32_t out[6];
@@ -809,7 +810,7 @@ TEST(dtype, reduce_integers) {
     CHECK(a[0] == 3 && a[1] == -2);
     srcs[0] = (const char *)x, srcs[1] = (const char *)y;
     fsdpi_reduce(z, FSDP_I64, srcs, 2, FSDP_I64, 3, 1, 0, FSDP_SUM);
-    CHECK(z[0] == INT64_MIN && z[1] == 0 && z[2] == 2); /* wraps, never undefined */
+    CHECK(z[0] == INT64_MIN && z[1] == 0 && z[2] == 2); /* its fallback memory */
     fsdpi_reduce(z, FSDP_I64, srcs, 2, FSDP_I64, 3, 1, 0, FSDP_MAX);
     CHECK(z[0] == INT64_MAX && z[1] == 4 && z[2] == 1);
 }
@@ -819,7 +820,7 @@ TEST(dtype, sum_of_squares) {
     static const size_t counts[] = {0, 1, 2, 7, 8, 9, 1023, 1024, 1025, 1031, MOST};
     for (int a = 0; a < 4; a++)
         for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
-            for (size_t shift = 0; shift < 5; shift++) { /* the place in memory does not matter */
+            for (size_t shift = 0; shift < 5; shift++) { /* the alignment does not matter */
                 char *p = buffer + shift * fsdp_dtype_size(floats[a]);
                 uint64_t same = h_seed() + c;
                 volatile double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0}, plain = 0;
@@ -830,7 +831,7 @@ TEST(dtype, sum_of_squares) {
                     plain = plain + square;
                 }
                 for (int step = 1; step < 8;
-                     step *= 2) /* neighbours join, then pairs, then fours */
+                     step *= 2) /* neighbours first, then pairs, then fours */
                     for (int i = 0; i < 8; i += 2 * step) lanes[i] = lanes[i] + lanes[i + step];
                 double got = fsdpi_sum_powers(p, floats[a], counts[c], 2);
                 CHECK_MSG(lab_bits(got) == lab_bits(lanes[0]), "%s %zu: %a, not %a",

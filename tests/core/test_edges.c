@@ -1,6 +1,6 @@
-/* test_edges.c - what users of several features at a time have run into: ranks of one world that
-   allocate differently, counts of users that must not vanish, refusals that nobody looked at, user
-   functions that fail, and resets at odd moments.
+/* test_edges.c - combinations of features that users have run into: ranks of one world that
+   allocate differently, counts of users that must stay, refusals whose status is ignored, failing
+   user functions, and resets at unusual moments.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | ONE_GPU
@@ -24,7 +24,7 @@ static void forward(rig *x) { lab_forward(x->w, x->u); }
 
 /* ---- ranks of one world whose models differ in size ------------------------------------------ */
 
-/* As with an uneven tensor-parallel split: shards of other groups must not be touched. */
+/* As with an uneven tensor-parallel split: the shards of other groups must not be accessed. */
 static void uneven(lab_rank *r) {
     enum { COLS = 8 };
     fsdp_model_desc md = FSDP_ZERO;
@@ -47,7 +47,7 @@ static void uneven(lab_rank *r) {
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
         fsdp_param_view v = lab_view(x.w, x.u, 0);
-        for (int64_t k = 0; k < v.numel; k++) /* ranks tp and tp + 2 */
+        for (int64_t k = 0; k < v.numel; k++) /* the sum over ranks tp and tp + 2, without a mean */
             CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
         CALL(x.w, fsdp_zero_grad(x.m));
     }
@@ -62,9 +62,9 @@ TEST(edges, uneven_models_of_processes) {
 
 static int two_replicas = 2;
 
-/* ---- which parameters have a gradient -------------------------------------------------------- */
+/* ---- parameters that have a gradient --------------------------------------------------------- */
 
-/* 1 / 2^26 is nothing in f16: the gradient is there all the same. */
+/* 1 / 2^26 is zero in f16: the gradient exists nevertheless. */
 static void large_factor(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
@@ -94,8 +94,8 @@ TEST(edges, index_of_no_view) { CHECK_EQ_INT(fsdp_view_index(NULL, 3), -1); }
 
 TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
 
-/* Marks are read eight at a time. Every set of used parameters of some numbers, on all ranks; with
-   reduce_unused each rank uses others, and all have a gradient. */
+/* Flags of use are read eight at a time. All ranks use the same parameters, for every set of
+   some strides; with reduce_unused each rank uses other parameters, and all have a gradient. */
 static void many_parameters(lab_rank *r) {
     enum { MANY = 20 };
     for (int unused = 0; unused < 2; unused++)
@@ -119,7 +119,7 @@ static void many_parameters(lab_rank *r) {
             fsdp_model_destroy(x.m);
         }
 }
-/* What a reset drops in the middle of a backward is in no later gradient. */
+/* Gradients that a reset drops in the middle of a backward are in no later gradient. */
 static void reset_in_backward(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
@@ -140,7 +140,7 @@ TEST(edges, reset_in_backward) {
 
 TEST(edges, marks_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
 
-/* Trainables of a unit have one stored dtype, from the beginning and when one is thawed. A refused
+/* A unit's trainable parameters have one stored dtype, at creation and after a thaw. A refused
    call changes nothing: the unit trains on, with a frozen parameter of another dtype. */
 static void two_dtypes(lab_rank *r) {
     fsdp_param_desc p[3] = {fsdp_vec("a", 8), fsdp_vec("b", 8), fsdp_vec("c", 8)};
@@ -164,9 +164,9 @@ static void two_dtypes(lab_rank *r) {
     REFUSED(x.w, fsdp_set_requires_grad(x.u, 2, 1), "trainable parameters 'a' and 'c'");
     CHECK(lab_view(x.w, x.u, 0).shard == shard); /* no new layout */
     for (int i = 0; i < 2; i++) CALL(x.w, fsdp_set_requires_grad(x.u, i, 0));
-    CALL(x.w, fsdp_set_requires_grad(x.u, 2, 1)); /* alone */
+    CALL(x.w, fsdp_set_requires_grad(x.u, 2, 1)); /* the only trainable one */
     REFUSED(x.w, fsdp_set_requires_grad(x.u, 0, 1), "trainable parameters 'c' and 'a'");
-    CALL(x.w, fsdp_model_cast(x.m, FSDP_BF16)); /* all of them */
+    CALL(x.w, fsdp_model_cast(x.m, FSDP_BF16)); /* casts all parameters */
     CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
 }
 TEST(edges, trainables_of_two_dtypes) { lab_run(2, NULL, two_dtypes, NULL); }
@@ -192,9 +192,9 @@ static void used_differently(lab_rank *r) {
 TEST(edges, used_sets_of_hsdp) { lab_run(4, NULL, used_differently, &two_replicas); }
 TEST(edges, used_sets_of_replicas) { lab_run(2, NULL, used_differently, &two_replicas); }
 
-/* ---- host data beside gathers ---------------------------------------------------------------- */
+/* ---- host data during gathers ---------------------------------------------------------------- */
 
-/* A backend that sees two threads in one of its groups. */
+/* A backend that notes two threads in one of its groups. */
 typedef struct {
     lab_guard guard; /* first: desc.user */
     fsdp_comm *world;
@@ -213,14 +213,14 @@ static fsdp_status crowd_run(fsdp_comm *comm, const fsdp_coll *coll) {
     crowd *c = (crowd *)(void *)lab_guarded_of(comm)->guard;
     if (comm != c->world) return lab_guard_run(comm, coll);
     if (__atomic_add_fetch(&c->inside, 1, __ATOMIC_SEQ_CST) > 1) c->together = 1;
-    if (coll->kind == FSDP_OP_ALL_GATHER) w_sleep_ns(2000000); /* in a lane */
+    if (coll->kind == FSDP_OP_ALL_GATHER) w_sleep_ns(2000000); /* in a worker thread */
     fsdp_status status = lab_guard_run(comm, coll);
     __atomic_sub_fetch(&c->inside, 1, __ATOMIC_SEQ_CST);
     return status;
 }
 
-/* A group is used by one thread at a time: a collective on host data, of any size, comes behind the
-   gather that a lane runs. */
+/* Only one thread at a time uses a group: a collective on host data, of any size, waits for the
+   gather in a worker thread. */
 static void host_data(lab_rank *r) {
     enum { MANY = 20000 };
     crowd c;
@@ -259,7 +259,7 @@ TEST(edges, host_data_beside_gathers) {
 
 /* ---- refusals, failures, resets -------------------------------------------------------------- */
 
-/* A trainer that checks finalize alone hears of a setter that was refused, once. */
+/* A trainer that checks only finalize gets the failure of a refused setter, once. */
 static void refused_setter(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
@@ -282,13 +282,13 @@ static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
     return FSDP_ERR_CORRUPT;
 }
 
-/* The text says whose function it was, here and on the rank that only waits. */
+/* The error text names the user's function, also on the rank that only waits. */
 static void custom_fails(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
     h_mark(0);
-    h_await_marks(0, r->size); /* no rank is in fsdp_init any more */
+    h_await_marks(0, r->size); /* all ranks have left fsdp_init */
     if (r->rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
     fsdp_status status = fsdp_pre_forward(x.u);
     CHECK(status != FSDP_OK);
@@ -298,7 +298,7 @@ static void custom_fails(lab_rank *r) {
 }
 TEST(edges, failed_custom_comm_is_named) { lab_run(2, NULL, custom_fails, NULL); }
 
-/* Freezing takes the layout back; a reset before the next one is made resets all the same. */
+/* Freezing drops the layout; a reset before the next commit still resets the units. */
 static void reset_without_a_layout(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
     fsdp_param_view v;
@@ -318,7 +318,7 @@ static void reset_without_a_layout(lab_rank *r) {
 }
 TEST(edges, reset_without_a_layout) { lab_run(1, NULL, reset_without_a_layout, NULL); }
 
-/* A frozen parameter loses its gradient at once, whether or not a layout is made in between. */
+/* A frozen parameter loses its gradient at once, with or without a commit in between. */
 static void freezing_drops_the_gradient(lab_rank *r) {
     for (int commits = 0; commits < 2; commits++) {
         fsdp_param_desc p = fsdp_vec("a", 8);
@@ -340,7 +340,7 @@ static void freezing_drops_the_gradient(lab_rank *r) {
 }
 TEST(edges, freezing_drops_the_gradient) { lab_run(1, NULL, freezing_drops_the_gradient, NULL); }
 
-/* A NaN norm makes gradients NaN, but neither padding nor what has no gradient. */
+/* A NaN norm makes gradients NaN, but not padding or parameters without a gradient. */
 static void nan_norm(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_vec("used", 3), fsdp_vec("unused", 5)};
     fsdp_flat flat;
@@ -366,7 +366,7 @@ static void nan_norm(lab_rank *r) {
 }
 TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
 
-/* With debug all of a slot that was given back is NaN: a kept pointer does not find old values. */
+/* With debug a released slot is filled with NaN: a kept pointer does not find old values. */
 static void kept_pointers(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[3] = {fsdp_mat("a", 64, 4), fsdp_vec("b", 5), fsdp_mat("c", 32, 32)};
@@ -387,14 +387,14 @@ static void kept_pointers(lab_rank *r) {
         for (int i = 0; i < 3; i++)
             for (int64_t n = 0; n < numel[i] * 4; n++)
                 CHECK_MSG(kept[k][i][n] == 0xFF, "byte %lld of parameter %d", (long long)n, i);
-    CALL(x.w, fsdp_barrier(x.w)); /* nobody frees before */
+    CALL(x.w, fsdp_barrier(x.w)); /* no rank frees earlier */
 }
 TEST(edges, kept_pointers_find_nan) {
     if (W_ASAN) SKIP("AddressSanitizer stops where they are read: test_guard");
     for (int size = 1; size < 3; size++) lab_run(size, NULL, kept_pointers, NULL);
 }
 
-/* Sums over the shard group that wait for their all-reduce are gradients: nothing is frozen. */
+/* Sums over the shard group that wait for their all-reduce are gradients: freezing is refused. */
 static void freezes_with_sums(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
@@ -416,8 +416,8 @@ static void freezes_with_sums(lab_rank *r) {
 }
 TEST(edges, no_freeze_while_sums_wait) { lab_run(4, NULL, freezes_with_sums, NULL); }
 
-/* f16: what waits for its reduction has been divided already; a new factor must not divide it by
-   another power of two. */
+/* f16: gradients that wait for their reduction have been divided; a new factor must not divide
+   them by another power of two. */
 static void factor_in_between(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p = fsdp_vec("a", 8);
@@ -440,8 +440,8 @@ static void factor_in_between(lab_rank *r) {
 }
 TEST(edges, divide_factor_between_microbatches) { lab_run(2, NULL, factor_in_between, NULL); }
 
-/* Finalize reduces gradients that wait, though no backward has reached their unit. The caller has written
-   nothing since then, and extensions are not told that it has. */
+/* Finalize reduces unreduced gradients, though no backward has reached their unit. It notifies
+   extensions of no write, as the caller has written nothing since then. */
 static void waits_for_finalize(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     lab_log log = FSDP_ZERO;
@@ -459,14 +459,14 @@ static void waits_for_finalize(lab_rank *r) {
     for (int sync = 0; sync < 2; sync++) {
         CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, sync));
         CHECK_STATUS(fsdp_param_full(x.u, 1, full), FSDP_ERR_INVALID_ARG);
-        CALL(x.w, fsdp_finalize_backward(x.m)); /* it has nothing to tell again: that text stays */
+        CALL(x.w, fsdp_finalize_backward(x.m)); /* no new failure: the older text stays */
         CHECK(strstr(fsdp_last_error(x.w), "param_full"));
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_GRADS_WRITTEN, -1, x.u), 1);
         CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, x.u), sync);
     }
     CHECK_EQ_INT(log.ops[lab_next_op(&log, 0, FSDP_OP_GRADS_WRITTEN, -1, x.u)].stream,
                  FSDP_STREAM_COMPUTE);
-    for (int n = 0; n < log.num; n++) { /* what finalize emits is in no training state */
+    for (int n = 0; n < log.num; n++) { /* ops that finalize emits have no training state */
         if (log.ops[n].kind != FSDP_OP_HOOK || log.ops[n].count != FSDP_CALL_FINALIZE) continue;
         CHECK_EQ_INT(log.ops[n].state, FSDP_STATE_IDLE);
         markers++;
@@ -478,14 +478,14 @@ static void waits_for_finalize(lab_rank *r) {
     CALL(x.w, fsdp_wait_stream(x.m, -1));
     for (int64_t k = 0; k < v.numel; k++) CHECK(((const float *)v.shard_grad)[k] == 0);
     const int num = log.num;
-    CALL(x.w, fsdp_set_grad_none(x.u, 0)); /* there is none any more: nothing is done */
+    CALL(x.w, fsdp_set_grad_none(x.u, 0)); /* there is no gradient any more: no op is issued */
     CHECK_EQ_INT(log.num, num);
     fsdp_model_destroy(x.m);
     free(log.ops);
 }
 TEST(edges, finalize_reduces_what_waits) { lab_run(2, NULL, waits_for_finalize, NULL); }
 
-/* Ranks that divide by different factors would drift apart. */
+/* Different factors would make ranks drift apart. */
 static void factors_differ(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
@@ -518,15 +518,15 @@ static void keep_forward_inputs(lab_rank *r) {
 }
 TEST(edges, keep_forward_inputs) { lab_run(1, NULL, keep_forward_inputs, NULL); }
 
-/* ---- the same on any number of ranks --------------------------------------------------------- */
+/* ---- equal results on any number of ranks ---------------------------------------------------- */
 
-/* A view has no gradient before finalize: one rank could show it, more could not. */
+/* A view has no gradient before finalize, also on one rank, which could show it. */
 static void gradient_of_views(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 6, 4);
     fsdp_param_view v;
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
-    for (int step = 0; step < 3; step++) { /* in the third one gradients of the second are kept */
+    for (int step = 0; step < 3; step++) { /* step 2 keeps the gradients of step 1 */
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
         float *g = (float *)fsdp_grad(x.u, 0);
@@ -549,7 +549,7 @@ TEST(edges, no_gradient_before_finalize) {
     for (int world = 1; world < 4; world++) lab_run(world, NULL, gradient_of_views, NULL);
 }
 
-/* Two backwards over one forward: their gradients are added. The last one ends it. */
+/* Two backwards of one forward add their gradients; the last one ends the forward. */
 static void two_backwards(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 6, 4);
     fsdp_param_view v;
@@ -578,7 +578,7 @@ TEST(edges, two_backwards_over_one_forward) {
     for (int world = 1; world < 4; world++) lab_run(world, NULL, two_backwards, NULL);
 }
 
-/* A wrong call is logged once in a step, however often it comes; its status is there each time. */
+/* A wrong call returns its status each time, and is logged once in a step. */
 static int logged;
 static void count_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)rank, (void)text, (void)user;
@@ -604,8 +604,8 @@ TEST(edges, wrong_calls_are_logged_once_in_a_step) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* A trainer that looks at finalize alone: each wrong call of a getter gives memory that it can use,
-   and finalize tells the first one. */
+/* A trainer that checks only finalize: each wrong call of a getter returns memory that it can
+   use, and finalize returns the first failure. */
 static void uses_what_getters_give(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_mat("w", 40, 4), fsdp_vec("b", 5)};
     const struct {
@@ -657,7 +657,7 @@ static void forgets_finalize(lab_rank *r) {
 }
 TEST(edges, forgotten_finalize) { lab_run(2, NULL, forgets_finalize, NULL); }
 
-/* What getters give that fail has room for the largest parameter, also after a cast. */
+/* The memory of failed getters has room for the largest parameter, also after a cast. */
 TEST(edges, failed_getters_after_a_cast) {
     fsdp_world_desc d = w_desc(0, 1, NULL, "cast", 0);
     fsdp_param_desc p = fsdp_vec("w", 4096);
@@ -673,7 +673,7 @@ TEST(edges, failed_getters_after_a_cast) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* Views and flats that fail are empty: a loop over them does nothing. */
+/* Views and flats of failed calls are empty: a loop over them does nothing. */
 static void empty_views(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("w", 8);
     fsdp_param_view v;
@@ -692,7 +692,7 @@ static void empty_views(lab_rank *r) {
 }
 TEST(edges, failed_views_are_empty) { lab_run(1, NULL, empty_views, NULL); }
 
-/* The dtype that a unit computes in, before and after it is gathered. */
+/* The dtype that a unit computes in, before and after its gather. */
 static void dtypes_of_data(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[3] = {fsdp_vec("w", 8), fsdp_vec("kept", 8), fsdp_vec("ids", 8)};
@@ -708,7 +708,7 @@ static void dtypes_of_data(lab_rank *r) {
     CALL(x.w, fsdp_post_forward(x.u));
     CALL(x.w, fsdp_pre_backward(x.u));
     for (int i = 0; i < 3; i++) CHECK(fsdp_grad_as(x.u, i, want[i]) == fsdp_grad(x.u, i));
-    CHECK(!fsdp_grad_as(x.u, 2, FSDP_F32)); /* frozen: none of any dtype */
+    CHECK(!fsdp_grad_as(x.u, 2, FSDP_F32)); /* frozen: no gradient in any dtype */
     CALL(x.w, fsdp_finalize_backward(x.m));
     CHECK_EQ_INT(fsdp_data_dtype(x.u, 3), FSDP_DTYPE_KEEP);
     REFUSED(x.w, fsdp_finalize_backward(x.m), "[E170] data: unit 'unit0' has no parameter 3");
@@ -716,9 +716,9 @@ static void dtypes_of_data(lab_rank *r) {
 }
 TEST(edges, dtype_of_data) { lab_run(2, NULL, dtypes_of_data, NULL); }
 
-/* bf16 parameters, asked for as floats: each checked getter names rank, unit, parameter and both
-   dtypes, what it gives has room for floats, and finalize fails. With the right dtype it gives what
-   the unchecked one does. */
+/* bf16 parameters through getters of floats: each checked getter names rank, unit, parameter and
+   both dtypes, returns memory with room for floats, and makes finalize fail. With the right
+   dtype it returns the same pointer as the unchecked getter. */
 typedef struct rank_count {
     const char *name;
     int ranks;
@@ -749,7 +749,7 @@ static void checked_getters(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 12, 4);
     fsdp_param_view v;
     rig x;
-    p.dtype = FSDP_BF16; /* so that it is gathered and reduced in bf16, too */
+    p.dtype = FSDP_BF16; /* gathered and reduced in bf16, too */
     rig_open(&x, r->w, NULL, &p, 1);
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
@@ -770,21 +770,21 @@ static void checked_getters(lab_rank *r) {
             char *got = (char *)getter(&x, &v, which, f32, asked);
             CHECK(lab_undefined(x.m, got));
             memset(got, 1,
-                   CHECKED * fsdp_dtype_size(asked)); /* the whole parameter, as it thinks */
+                   CHECKED * fsdp_dtype_size(asked)); /* the parameter's size in the wrong dtype */
             CALL(x.w, fsdp_post_backward(x.u));
             snprintf(text, sizeof text, "rank %d: [E230] %s bf16, but you ask for %s: ask for bf16",
                      r->rank, says[which], f32 ? "f32" : "f64");
             REFUSED(x.w, fsdp_finalize_backward(x.m), text);
             CALL(x.w, fsdp_finalize_backward(x.m)); /* once */
         }
-    memset(&v, 0, sizeof v); /* one that has failed, and none */
+    memset(&v, 0, sizeof v); /* a view of a failed call, and NULL */
     for (int which = 4; which < 10; which += 2) CHECK(!getter(&x, &v, which / 2, 0, FSDP_F32));
     for (int which = 4; which < 10; which += 2) CHECK(!getter(&x, NULL, which / 2, 1, FSDP_F32));
 }
 TEST_P(edges, checked_getters, ranks_1_to_3) { lab_run(row->ranks, NULL, checked_getters, NULL); }
 
-/* The loop of a trainer that takes bf16 for floats: finalize stops it in its first step, one line is
-   logged for each getter, and no parameter has changed. */
+/* A trainer that takes bf16 for floats: finalize stops it in its first step, each getter logs
+   one line, and no parameter has changed. */
 static int lines_of_dtypes;
 static void count_dtypes(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)user;
@@ -809,7 +809,7 @@ TEST(edges, bf16_taken_for_floats_stops_at_finalize) {
     for (int i = 0; i < 64 * 3; i++) before[i] = (float)i / 8;
     CALL(w, fsdp_param_load(x.u, 0, before));
     CALL(w, fsdp_pre_forward(x.u));
-    for (int i = 0; i < 64 * 3; i++) fsdp_data_f32(x.u, 0)[i] += 1; /* its own memory */
+    for (int i = 0; i < 64 * 3; i++) fsdp_data_f32(x.u, 0)[i] += 1; /* its fallback memory */
     CALL(w, fsdp_post_forward(x.u));
     CALL(w, fsdp_pre_backward(x.u));
     for (int i = 0; i < 64 * 3; i++) fsdp_grad_f32(x.u, 0)[i] += 1;
@@ -824,7 +824,7 @@ TEST(edges, bf16_taken_for_floats_stops_at_finalize) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* A gather of the own kind: it goes on when the test says so, and reads the shard last. */
+/* A custom gather that starts when the test allows it, and reads the shard last. */
 typedef struct {
     int goes, done;
 } slow_gather;
@@ -833,14 +833,14 @@ static fsdp_status gather_slowly(void *user, const fsdp_comm_ops *ops, fsdp_comm
     slow_gather *s = (slow_gather *)user;
     long ns = 0;
     while (!__atomic_load_n(&s->goes, __ATOMIC_SEQ_CST)) h_nap(&ns);
-    for (int k = 0; k < 3; k++) h_nap(&ns); /* who does not wait is here first */
+    for (int k = 0; k < 3; k++) h_nap(&ns); /* a rank that does not wait gets here first */
     fsdp_status status = ops->run(comm, coll);
     __atomic_store_n(&s->done, 1, __ATOMIC_SEQ_CST);
     return status;
 }
 
-/* Shards are written while a worker thread and the peers would read them: by a gather that the
-   program began itself, by a prefetch of another backward, and by one that finalize ends. */
+/* Shards are written only after a worker thread and the peers have read them: in a gather by the
+   program, in the prefetch of another backward, and in a gather that finalize ends. */
 static void waits_for_gathers(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("w", 64);
     for (int n = 0; n < 3; n++) {
@@ -854,7 +854,7 @@ static void waits_for_gathers(lab_rank *r) {
         lab_forward(x.w, last);
         if (n > 0) slow.goes = slow.done = 0;
         CALL(x.w, fsdp_pre_backward(last)); /* prefetches x.u */
-        if (n == 0) { /* its backward takes that; then the program gathers it once more */
+        if (n == 0) { /* its backward uses that; then the program gathers again */
             CALL(x.w, fsdp_pre_backward(x.u));
             CALL(x.w, fsdp_finalize_backward(x.m));
             slow.goes = slow.done = 0;
@@ -887,14 +887,14 @@ TEST(edges, names_of_parameters_are_unique) {
     ud.name = "pair", ud.params = p, ud.num_params = 3;
     REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u),
             "unit 'pair': parameters 0 and 2 are both named 'a'");
-    p[2].name = "p1"; /* as the one without a name is called */
+    p[2].name = "p1"; /* the default name of the unnamed one */
     REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "1 and 2 are both named 'p1'");
     p[2].name = "b";
     CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* Elements of all parameters together, whose bytes would not fit an offset. */
+/* The bytes of all parameters together must fit an offset. */
 TEST(edges, units_have_a_largest_size) {
     fsdp_world_desc d = w_desc(0, 1, NULL, "large", 0);
     fsdp_param_desc p[3] = {fsdp_vec("a", 4), fsdp_vec("b", 4), fsdp_vec("c", 4)};
@@ -903,7 +903,7 @@ TEST(edges, units_have_a_largest_size) {
     fsdp_world *w;
     CHECK_OK(fsdp_init(&d, &w));
     for (int i = 0; i < 3; i++) p[i].shape[0] = (int64_t)1 << (i ? 55 : 54);
-    p[1].frozen = p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in lists of their own */
+    p[1].frozen = p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in separate lists */
     ud.name = "large", ud.params = p, ud.num_params = 3;
     REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "more than 2^56 elements");
     p[0].shape[0] = p[2].shape[0] = 4;
@@ -911,7 +911,7 @@ TEST(edges, units_have_a_largest_size) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* The first failure of a world stays, and is the one that is logged. */
+/* The first failure of a world stays, and only it is logged. */
 static void count_aborts(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)rank, (void)text;
     if (code == FSDP_ERR_ABORTED) ++*(int *)user;
@@ -930,13 +930,14 @@ TEST(edges, the_first_failure_stays) {
     CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_ABORTED);
 }
 
-/* A call of all ranks that fails on one: the others get its status, and do not wait for it. */
+/* If a collective call fails on one rank, the other ranks get its status, and do not wait for
+   it. */
 static void fails_alone(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 64);
     fsdp_model *m = lab_model(r->w, NULL);
     (void)lab_unit(r->w, m, NULL, &p, 1);
     h_mark(0);
-    h_await_marks(0, r->size);            /* no rank is in a call any more */
+    h_await_marks(0, r->size);            /* no rank is in a call */
     if (r->rank == 1) w_fail(r->heap, 0); /* no host memory for the tables */
     fsdp_status status = fsdp_model_commit(m);
     if (!status) status = fsdp_barrier(r->w); /* the others may be done before it fails */
@@ -947,7 +948,7 @@ static void fails_alone(lab_rank *r) {
 }
 TEST(edges, all_get_the_failure_of_one) { lab_run(3, NULL, fails_alone, NULL); }
 
-/* An invariant that does not hold is told with the rank and where, and ends the world. */
+/* A failed assertion logs the rank and the place, and ends the world. */
 static char asserted[4096];
 static void keep_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)rank, (void)user;

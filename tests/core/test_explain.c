@@ -1,6 +1,6 @@
-/* test_explain.c - errors of allocation say what holds memory, and with what less would be needed:
-   the numbers are those of models that are made so. Texts have at most 400 characters, and memory
-   that has just failed to be had is not asked for.
+/* test_explain.c - texts of failed allocations say what holds memory and which changes would need
+   less: the numbers equal those of models with these changes. Texts have at most 400 characters,
+   and memory that was just refused is not requested again.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -10,7 +10,7 @@
 
 enum { UNITS = 16, ROWS = 4096, COLS = 256, SLOT = ROWS * COLS * 4 };
 
-/* Worlds without peers whose memory is addresses; of the device there are `budget` bytes. */
+/* Worlds without peers, whose memory is addresses; the device has `budget` bytes. */
 static int64_t budget;
 static const char *reason = "there is no more";
 
@@ -28,8 +28,8 @@ static fsdp_status device_alloc(fsdp_device *d, int kind, size_t size, void **pt
 static const char *device_text(fsdp_device *device) { return (void)device, reason; }
 
 typedef struct setting {
-    int ranks, replicas, streams, num_never, offload; /* num_never: of the first units */
-    const char *first;                                /* name of the first one */
+    int ranks, replicas, streams, num_never, offload; /* num_never: first units kept unsharded */
+    const char *first;                                /* name of the first unit */
 } setting;
 
 typedef struct bed {
@@ -66,7 +66,7 @@ static void bed_open(bed *b, const setting *s) {
     }
 }
 
-/* What a model of this setting needs on the device; of each pool in *m. */
+/* Returns the device memory that a model of this setting needs, and each pool in *m. */
 static int64_t needs(const setting *s, fsdp_memory *m) {
     fsdp_memory memory;
     bed b;
@@ -79,7 +79,7 @@ static int64_t needs(const setting *s, fsdp_memory *m) {
            memory.pool_bytes[FSDP_POOL_SHARD_GRAD];
 }
 
-/* The unit of a text: that of what the model needs. */
+/* Sets `one` to the unit of a text, which suits the model's need. Returns the unit's name. */
 static double one;
 static const char *unit_for(int64_t need) {
     static const char *const names[] = {"bytes", "KiB", "MiB", "GiB"};
@@ -89,7 +89,8 @@ static const char *unit_for(int64_t need) {
 }
 static double in_units(int64_t bytes) { return (double)bytes / one; }
 
-/* The text for a model that has so much and a request of somebody else, which `what` begins. */
+/* Returns the text for a model that has `has` bytes when a request of `extra` more bytes fails.
+   `what` is its first part. */
 static const char *expected(const setting *s, const char *what, int64_t has, int64_t extra) {
     static char text[1200];
     char advice[3][100];
@@ -105,7 +106,7 @@ static const char *expected(const setting *s, const char *what, int64_t has, int
                  s->first ? s->first : "h.0");
     less[1] = need - needs(&other[1], NULL);
     snprintf(advice[1], sizeof advice[1], "with cpu_offload");
-    do other[2].ranks += s->replicas; /* the least number that needs no more than there was */
+    do other[2].ranks += s->replicas; /* the smallest number that needs at most what there was */
     while (other[2].ranks < 2 * s->ranks && needs(&other[2], NULL) > has - extra);
     if (s->ranks > 1) less[2] = need - needs(&other[2], NULL);
     snprintf(advice[2], sizeof advice[2], "with %d ranks in place of %d", other[2].ranks, s->ranks);
@@ -131,7 +132,7 @@ static const char *expected(const setting *s, const char *what, int64_t has, int
     snprintf(text + used, sizeof text - (size_t)used, "; %s", reason);
     return text;
 }
-/* Trains until memory is short. What the model has then. */
+/* Trains until memory is short. Returns the bytes that the model has then. */
 static int64_t run_short(bed *b) {
     fsdp_memory has;
     fsdp_status status = fsdp_model_commit(b->m);
@@ -152,7 +153,7 @@ static const struct {
     const char *name;
     setting s;
     int64_t
-        slots; /* that there is memory for, beside shards and their gradients; -1: not for these */
+        slots; /* that there is memory for besides shards and shard gradients; -1: not even these */
     const char *pool, *says;
 } shortages[] = {
     {"nothing", {8, 1, 0, 0, 0, NULL}, -1, "shards", ". It needs less with "},
@@ -193,7 +194,8 @@ TEST_P(explain, what_the_model_needs, shortages) {
     CHECK_MSG(strlen(text) <= 400 && strstr(text, row->says), "%s", text);
 }
 
-/* An optimizer's states: the model has all that it needs, and what it no longer needs is theirs. */
+/* An optimizer's states: the model has all that it needs, and memory it saves could hold the
+   states. */
 TEST(explain, what_an_optimizer_wants) {
     const setting s = {8, 1, 1, 2, 0, NULL};
     fsdp_adamw *adamw;
@@ -219,7 +221,8 @@ TEST(explain, what_an_optimizer_wants) {
     CHECK_MSG(strstr(text, ". It needs less with reshard_after_forward (-"), "%s", text);
 }
 
-/* Names and reasons of any length: the explanation ends at 400 characters, and the reason is whole. */
+/* Names and reasons of any length: the explanation ends at 400 characters, and the reason is
+   complete. */
 TEST(explain, texts_are_short) {
     static char name[600], why[900];
     setting s = {8, 1, 1, 1, 0, name};
@@ -241,7 +244,8 @@ TEST(explain, texts_are_short) {
     reason = "there is no more";
 }
 
-/* Host memory: what models of the world have of it. It is not asked for again. */
+/* A failed host allocation: the text gives the host memory of the world's models. It is not
+   retried. */
 TEST(explain, tables_of_the_host) {
     fsdp_world_desc d = w_desc(0, 1, NULL, "explain", 0);
     fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
@@ -278,8 +282,8 @@ TEST(explain, tables_of_the_host) {
     CALL(NULL, fsdp_shutdown(w));
 }
 
-/* An allocator that has no large blocks is asked for the tables of a prediction, and none that has
-   just refused as much. */
+/* The tables of a prediction are allocated only if they are smaller than the block that was
+   refused. */
 static size_t largest;
 static int refusals;
 static void *small_alloc(size_t size, size_t align, void *user) {
@@ -312,7 +316,7 @@ TEST(explain, memory_that_failed_is_not_asked_for) {
     }
 }
 
-/* If there is no memory for a prediction, the text does without, and nothing else is logged. */
+/* Without memory for a prediction the text omits it, and nothing else is logged. */
 static int lines_logged;
 static void count_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)text, (void)user;
@@ -320,7 +324,7 @@ static void count_lines(int level, fsdp_status code, int rank, const char *text,
 }
 TEST(explain, without_a_prediction) {
     int with = 0, n = 1;
-    for (; !with; n++) { /* of what is allocated after the failure, all from the n-th on fails */
+    for (; !with; n++) { /* after the failure all allocations from the n-th on fail */
         fsdp_world_desc d = w_desc(0, 8, NULL, "explain", 0);
         fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
         fsdp_comm_ops comm = *fsdp_fake_comm_ops();
@@ -338,7 +342,7 @@ TEST(explain, without_a_prediction) {
         fsdp_unit *unit = lab_unit(w, m, NULL, &p, 1);
         CALL(w, fsdp_model_commit(m));
         lines_logged = 0, budget = 0, heap.persistent = 1;
-        w_fail(&heap, 2 + n); /* behind the list of slots and the slot */
+        w_fail(&heap, 2 + n); /* after the list of slots and the slot */
         CHECK_STATUS(fsdp_pre_forward(unit), FSDP_ERR_OUT_OF_MEMORY);
         CHECK_EQ_INT(lines_logged, 1); /* the world has failed with the same text */
         const char *text = fsdp_last_error(w);

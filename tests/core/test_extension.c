@@ -1,8 +1,8 @@
-/* test_extension.c - the seam for extensions: what one sees, answers, takes, provides and is told,
-   what it may call, and that the counters and the bytes are those of the operations.
+/* test_extension.c - extensions: what one sees, answers, takes and provides, which calls it may
+   make, and that counters and bytes are the sums over the ops.
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
-/* More are played by one process, which is fast. */
+/* Other world sizes run in one process, which is fast. */
 #define RANKS(n) ((n) == 4 || (n) == 5 ? MANY_RANKS : 0)
 #include "harness.h"
 #include "library.c"
@@ -14,7 +14,7 @@ enum { MAX_PARAMS = 12, MAX_UNITS = 3, NUM_UNITS = 3 };
 typedef struct {
     const char *name;
     int world, async, threads, unfused;
-    fsdp_dtype dtype, param, reduce; /* of the shards; desc's param_dtype, reduce_dtype */
+    fsdp_dtype dtype, param, reduce; /* shards' dtype; the unit's param_dtype and reduce_dtype */
     int64_t direct_min;
 } setting;
 
@@ -33,7 +33,7 @@ static const setting settings[] = {
     {"W=1024/inline", 1024, 0, 0, 1, FSDP_F32, 0, 0, 0},
 };
 
-/* Shapes by unit; 0 rows are there, too. frozen: bits. */
+/* Shapes by unit; one parameter has 0 rows. frozen: bit mask of the frozen parameters. */
 static const struct {
     int num_params, frozen;
     struct {
@@ -60,17 +60,17 @@ typedef struct {
     uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
     said marks[256], hooks[256];
     int num_marks, num_hooks;
-    uint32_t swallow;         /* 1u << kind */
-    int replace;              /* the extension answers this call itself, -1: none */
-    fsdp_status answer;       /* with this */
-    fsdp_extension extension; /* what is attached */
+    uint32_t swallow;         /* ops that the extension takes, as bits 1u << kind */
+    int replace;              /* call that the extension answers itself; -1: none */
+    fsdp_status answer;       /* status of the answer */
+    fsdp_extension extension; /* the attached extension */
 } bed;
 
 static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
     bed *b = (bed *)user;
-    if (!op->model) return 0; /* of the world: numbers of its own */
+    if (!op->model) return 0; /* ops of the world have their own numbers */
     CHECK(model == b->model);
-    CHECK_EQ_INT(op->seq, b->last_seq + 1); /* none is left out, none comes twice */
+    CHECK_EQ_INT(op->seq, b->last_seq + 1); /* each op is shown once */
     CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT + 16 &&
           op->stream < FSDP_STREAM_COUNT);
     CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
@@ -179,7 +179,7 @@ TEST_P(extension, counters_are_the_sum_of_the_ops, settings, RANKS(row->world)) 
         CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
         CHECK_EQ_INT(c.bytes[kind], b.bytes[kind]);
     }
-    if (!row->threads) { /* and what the tables were asked for */
+    if (!row->threads) { /* the backend's tables count the same */
         for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++) {
             CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
             CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
@@ -190,7 +190,7 @@ TEST_P(extension, counters_are_the_sum_of_the_ops, settings, RANKS(row->world)) 
     bed_close(&b);
 }
 
-/* Each call of a step once, in order, before its work. */
+/* Each call of a step emits one marker, in order, before its work. */
 TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
     bed b;
     bed_open(&b, row);
@@ -211,7 +211,7 @@ TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
     static const int after[] = {FSDP_CALL_CLIP, FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_ZERO_GRAD};
     for (int i = 0; i < 3; i++) CHECK_EQ_INT(b.marks[++n].call, after[i]);
     CHECK_EQ_INT(b.num_marks, n + 1);
-    double full[128]; /* of any dtype */
+    double full[128]; /* large enough for each dtype */
     memset(full, 0, sizeof full);
     CHECK_OK(fsdp_param_load(b.units[0], 0, full));
     CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_LOAD);
@@ -226,12 +226,12 @@ TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
     CHECK(b.marks[b.num_marks - 1].unit == b.units[1]);
     CHECK_OK(fsdp_model_reset(b.model));
     CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESET);
-    /* getters leave none, impossible calls neither */
+    /* neither getters nor impossible calls leave markers */
     int num = b.num_marks;
     CHECK(lab_undefined(b.model, fsdp_data(b.units[0], 0)));
     CHECK_STATUS(fsdp_post_forward(b.units[0]), FSDP_ERR_INVALID_STATE);
     CHECK_EQ_INT(b.num_marks, num);
-    /* removed: nothing is seen any more, the model works on */
+    /* detached: no op is shown, and the model still runs */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK_OK(fsdp_detach(b.model, &b.extension));
     uint64_t seq = b.last_seq;
@@ -242,7 +242,7 @@ TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
 
 /* ---- an observer that acts ------------------------------------------------------------------- */
 
-/* Ops that the observer takes are not run; everything else goes on as if they had been. */
+/* Ops that the observer takes do not run; states change as if they had. */
 TEST_P(extension, swallowed_ops_are_not_run, settings, RANKS(row->world)) {
     bed b;
     bed_open(&b, row);
@@ -260,7 +260,7 @@ TEST_P(extension, swallowed_ops_are_not_run, settings, RANKS(row->world)) {
     for (int k = 0; k < 2; k++) step(&b);
     CHECK_EQ_INT(b.s.works, works);
     CHECK_EQ_INT(b.s.waits, waits);
-    CHECK(b.calls[FSDP_OP_HOOK] >= 2 * (4 * NUM_UNITS + 1)); /* still shown */
+    CHECK(b.calls[FSDP_OP_HOOK] >= 2 * (4 * NUM_UNITS + 1)); /* markers are still shown */
     for (int i = 0; i < NUM_UNITS; i++) {
         CHECK_EQ_INT(fsdp_unit_state(b.units[i]), FSDP_STATE_IDLE);
         CHECK_EQ_INT(fsdp_unit_storage(b.units[i]), FSDP_STORAGE_SHARDED);
@@ -271,8 +271,8 @@ TEST_P(extension, swallowed_ops_are_not_run, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* An extension that answers a call has done its work, and says how it went: the table is not
-   asked. A failure is the call's, and finalize's too. */
+/* An extension that answers a call has done the call's work and returns its status: the
+   transition table is not used. A failure is returned by the call, and by finalize. */
 TEST_P(extension, answers_a_call, settings, RANKS(row->world)) {
     static const struct {
         fsdp_status (*run)(fsdp_unit *);
@@ -291,7 +291,7 @@ TEST_P(extension, answers_a_call, settings, RANKS(row->world)) {
         b.replace = calls[i].call;
         uint64_t seq = b.last_seq;
         int hooks = b.num_hooks;
-        CHECK_OK(calls[i].run(b.units[1])); /* possible or not */
+        CHECK_OK(calls[i].run(b.units[1])); /* whether the table allows it or not */
         CHECK_EQ_INT(b.last_seq, seq);
         CHECK_EQ_INT(b.num_hooks, hooks + 1);
         CHECK_EQ_INT(b.hooks[hooks].call, calls[i].call);
@@ -320,8 +320,8 @@ TEST_P(extension, answers_a_call, settings, RANKS(row->world)) {
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
     b.answer = FSDP_ERR_CORRUPT;
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_CORRUPT);
-    /* one that only looks changes nothing, and sees impossible calls before the table refuses
-       them */
+    /* An extension that answers nothing changes nothing, and sees impossible calls before the
+       table refuses them. */
     b.replace = -1;
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_post_backward(b.units[2]), FSDP_ERR_INVALID_STATE);
@@ -338,8 +338,8 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
     uint64_t gather = 0, reduce = 0, others = (uint64_t)row->world - 1;
     fsdp_dtype param = row->param ? row->param : row->dtype,
                reduction = row->reduce ? row->reduce : row->dtype;
-    /* the reduction sends what the caller wrote, if the backend widens while it sums, or else a
-       cast copy */
+    /* The reduction sends the gradients as written if the backend widens while it sums,
+       otherwise a cast copy. */
     int widens = reduction == FSDP_F32 && (param == FSDP_BF16 || param == FSDP_F16) &&
                  !row->unfused;
     fsdp_dtype sent = param == reduction || widens ? param : reduction;
@@ -372,19 +372,19 @@ TEST_P(extension, bytes_equal_the_formula, settings, RANKS(row->world)) {
         CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
                      (uint64_t)k *
                          ((2 * others * sizeof(double) + others) / (others + 1))); /* norm */
-        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* nobody listens */
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* no extension listens */
     }
     bed_close(&b);
 }
 
-/* ---- several, in order ----------------------------------------------------------------------- */
+/* ---- several extensions, in order ------------------------------------------------------------ */
 
 typedef struct {
     const char *name;
-    char *diary;  /* who was asked, in order */
-    int takes;    /* kind, or -1 */
-    double scale; /* not 0: what copies are scaled with from here on */
-    double seen;  /* the scale of the last copy */
+    char *diary;  /* names of the extensions that saw a call, in order */
+    int takes;    /* op kind that the extension takes; -1: none */
+    double scale; /* not 0: the scale that it writes into copies */
+    double seen;  /* scale of the last copy */
     int ops, calls, relayouts;
 } guest;
 
@@ -440,22 +440,22 @@ TEST(extension, several_in_order) {
     CHECK_OK(fsdp_attach(d.model, &ea));
     CHECK_OK(fsdp_attach(d.model, &eb));
     CHECK_OK(fsdp_attach(d.model, &ec));
-    a.scale = 2; /* of the casts to bf16 */
+    a.scale = 2; /* scales the casts to bf16 */
     CHECK_OK(fsdp_pre_forward(d.units[0]));
     CHECK_EQ_STR(diary, "abc");
     CHECK_NEAR(a.seen, 1, 0);
     CHECK_NEAR(b.seen, 2, 0);
     CHECK_NEAR(c.seen, 2, 0);
     CHECK_EQ_INT(a.ops, c.ops);
-    b.takes = FSDP_OP_COPY; /* c does not see what b takes, a does */
+    b.takes = FSDP_OP_COPY; /* b is attached before c: c does not see the ops that b takes */
     uint64_t works = d.s.works;
     int seen = c.ops, before = a.ops;
     CHECK_OK(fsdp_post_forward(d.units[0]));
     CHECK_OK(fsdp_pre_forward(d.units[0]));
     CHECK_EQ_INT(d.s.works, works);
     CHECK(a.ops - before > c.ops - seen);
-    CHECK_NEAR(a.seen, 1, 0); /* the library's record is as it was */
-    /* a unit is open: who watches cannot come; who only keeps states can */
+    CHECK_NEAR(a.seen, 1, 0); /* the library's op is unchanged */
+    /* While a unit is open, an extension with call or op cannot be attached; one without can. */
     guest late, quiet;
     fsdp_extension el = guest_as(&late, "l", diary), eq = guest_as(&quiet, "q", diary);
     CHECK_STATUS(fsdp_attach(d.model, &el), FSDP_ERR_INVALID_STATE);
@@ -473,7 +473,7 @@ TEST(extension, several_in_order) {
     CHECK_STATUS(fsdp_attach(d.model, &ec), FSDP_ERR_INVALID_ARG);
     diary[0] = 0;
     bed_close(&d);
-    CHECK_EQ_STR(diary, "~q~c~a"); /* the last attached goes first */
+    CHECK_EQ_STR(diary, "~q~c~a"); /* the last one attached is destroyed first */
 }
 
 /* ---- buffers --------------------------------------------------------------------------------- */
@@ -482,11 +482,11 @@ enum { MAX_SLOTS = 64 };
 
 typedef struct {
     fsdp_model *model;
-    int held[MAX_SLOTS]; /* by number: the unit's index + 1 */
+    int held[MAX_SLOTS]; /* by slot number: the unit's index + 1 */
     int pools[FSDP_POOL_MAX], acquired, released, wrote, last;
     fsdp_buf *arena, *part;
-    int pool;     /* whose slots are provided; -1: none */
-    int careless; /* also one that a unit holds */
+    int pool;     /* pool whose slots are provided; -1: none */
+    int careless; /* also gives a slot that a unit holds */
     int asked, given_back;
 } landlord;
 
@@ -531,7 +531,7 @@ static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit,
     return !released && pool == l->pool && free_to_give ? l->part : NULL;
 }
 
-/* Each slot that is taken is given back, on its unit; nothing of it where nobody listens. */
+/* Each acquired slot is released, by its unit. Without a listener there are no markers. */
 TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
     bed b;
     landlord l;
@@ -562,7 +562,7 @@ TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Gathered parameters lie where an extension wants them; the pools' slots are not made, or freed. */
+/* Gathered parameters lie in a slot of the extension; the pool has none, or frees its own. */
 TEST(extension, slots_from_elsewhere) {
     bed b;
     landlord l;
@@ -596,7 +596,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_model_memory(b.model, &mem));
     CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GATHER], 0);
     CHECK_EQ_INT(mem.pool_bytes[pool], 65536);
-    CHECK_EQ_INT(mem.pool_slots[pool], 1); /* a part is not counted */
+    CHECK_EQ_INT(mem.pool_slots[pool], 1); /* a view is not counted */
     char text[4096];
     (void)fsdp_model_describe(b.model, text, sizeof text);
     CHECK(strstr(text, "arena 65536 in 1") != NULL);
@@ -605,7 +605,7 @@ TEST(extension, slots_from_elsewhere) {
     step(&b);
     CHECK_OK(fsdp_model_memory(b.model, &mem));
     CHECK(mem.pool_bytes[FSDP_POOL_GATHER] > 0 && mem.pool_bytes[FSDP_POOL_GRAD] > 0);
-    CHECK_OK(fsdp_unshard(b.units[0])); /* what is held stays */
+    CHECK_OK(fsdp_unshard(b.units[0])); /* a held slot stays */
     CHECK_OK(fsdp_pools_trim(b.model));
     CHECK_OK(fsdp_model_memory(b.model, &mem));
     CHECK_EQ_INT(mem.pool_slots[FSDP_POOL_GATHER], 1);
@@ -613,7 +613,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_reshard(b.units[0]));
     step(&b);
     fsdp_buf_destroy(b.model, l.part);
-    /* too small: refused, and the other ranks hear of it */
+    /* too small: refused, and the failure reaches the other ranks */
     CHECK_OK(fsdp_buf_view(b.model, l.arena, 0, 64, &l.part));
     l.pool = FSDP_POOL_GATHER;
     CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
@@ -639,7 +639,7 @@ TEST(extension, slot_in_use) {
     e.buffer = landlord_buffer;
     e.user = &l;
     CHECK_OK(fsdp_attach(b.model, &e));
-    fsdp_op op; /* a unit takes it */
+    fsdp_op op; /* a unit acquires the slot */
     fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     op.dst = l.part;
     CHECK_OK(fsdp_emit(b.model, &op));
@@ -654,12 +654,12 @@ TEST(extension, slot_in_use) {
     bed_close(&b);
 }
 
-/* ---- a step rehearsed, and a step replayed --------------------------------------------------- */
+/* ---- a dry run of a step, and its replay ----------------------------------------------------- */
 
 enum { TAPE = 400, STATES = 64, PARTS = 24, PART = 1 << 26 };
 
-/* What a step issues, one entry after the other: a record, or the unit's state after a call. Slots
-   of a rehearsal are parts of addresses without memory. */
+/* A recorded step: its ops in order, and each unit's state after each of its calls. The slots of
+   a dry run are views of addresses without memory. */
 typedef struct {
     fsdp_model *model;
     fsdp_unit *const *units;
@@ -668,7 +668,7 @@ typedef struct {
     const fsdp_unit *of[STATES];
     fsdpi_plan_saved states[STATES];
     fsdp_buf *parts[PARTS];
-    int asked, given_back, refuse; /* slots; the place of the one that is refused, from 1 on */
+    int asked, given_back, refuse; /* slots; the request that is refused, from 1 on */
 } tape;
 
 static int tape_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -707,7 +707,7 @@ static fsdp_extension tape_open(tape *t, const bed *b) {
     return e;
 }
 
-/* No unit holds a slot of a rehearsal any more. */
+/* Checks that no unit holds a slot of the dry run. */
 static void tape_close(tape *t) {
     for (int i = 0; i < PARTS; i++) {
         CHECK(!t->parts[i]->held);
@@ -739,8 +739,8 @@ static void tape_step(tape *t) {
     t->begin[t->num_calls] = t->num_ops;
 }
 
-/* All that a model is, byte for byte: no list of the library's says what. Its counters may show
-   that memory was allocated meanwhile. */
+/* A byte-for-byte copy of a model, without a list of fields. Its counters may differ, in the
+   memory allocated meanwhile. */
 typedef struct {
     fsdp_model model;
     fsdp_unit units[NUM_UNITS];
@@ -789,7 +789,7 @@ static void check_photos(const photo *a, const photo *b) {
 
 static photo photo_before, photo_after;
 
-/* What ran in the recorded step runs again, by records and states alone. */
+/* Replays the recorded step, from its ops and states only. */
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
     tape *t = (tape *)user;
     int n = t->num_calls;
@@ -814,14 +814,14 @@ static fsdp_status rehearse_without_end(void *user) {
     return FSDP_OK; /* units are in backward */
 }
 
-/* An address of a record, or its place in a slot. */
+/* Returns an address of an op, or its offset in the slot. */
 static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
     int slot = buf && (buf->is_view ||
                        (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_REDUCE_OUT));
     return ptr && slot ? (const char *)ptr - buf->ptr : (int64_t)(intptr_t)ptr;
 }
 
-/* A rehearsal shows the records of the step that follows, runs none, and leaves nothing behind. */
+/* A dry run shows the ops of the following step, runs none, and restores the model's state. */
 TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
     bed b;
     static tape dry, real;
@@ -850,7 +850,7 @@ TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
         CHECK(x->kind == y->kind && x->label == y->label && x->stream == y->stream);
         CHECK(x->seq == y->seq && x->step == y->step && x->count == y->count);
         CHECK(x->bytes == y->bytes && x->unit == y->unit && x->list == y->list);
-        int reduces = x->comm && x->factor != 0; /* in a rehearsal all parameters are used */
+        int reduces = x->comm && x->factor != 0; /* in a dry run all parameters are used */
         CHECK((reduces || x->what_hash == y->what_hash) && x->comm == y->comm);
         CHECK(x->state == y->state);
         CHECK(!x->src == !y->src && !x->dst == !y->dst);
@@ -861,10 +861,10 @@ TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
     step(&b);
     tape_close(&dry);
     tape_close(&real);
-    bed_close(&b); /* which checks that nothing raced */
+    bed_close(&b); /* checks for races */
 }
 
-/* Recorded steps are replayed: the same counters, the same states, no race; then calls go on. */
+/* Replayed steps have the same counters and states, without races; then an eager step runs. */
 TEST_P(extension, replay, settings, RANKS(row->world)) {
     bed b;
     static tape t;
@@ -897,7 +897,7 @@ TEST_P(extension, replay, settings, RANKS(row->world)) {
             CHECK_OK(fsdp_post_backward(b.units[i]));
         }
         CHECK_OK(fsdp_finalize_backward(b.model));
-        for (int i = 0; i < NUM_UNITS; i++) { /* of what was used there is a gradient */
+        for (int i = 0; i < NUM_UNITS; i++) { /* each used parameter has a gradient */
             fsdp_param_view v = FSDP_ZERO;
             CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
             CHECK(v.shard_grad != NULL);
@@ -907,11 +907,11 @@ TEST_P(extension, replay, settings, RANKS(row->world)) {
     }
     CHECK_OK(fsdp_model_counters(b.model, &c[2]));
     for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
-        if (kind != FSDP_OP_HOOK) /* finalize shows some by itself */
+        if (kind != FSDP_OP_HOOK) /* finalize issues some markers itself */
             CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
                          3 * (c[1].calls[kind] - c[0].calls[kind]));
     CHECK_EQ_INT(c[2].allocations, c[1].allocations);
-    t.record = 1; /* by calls again */
+    t.record = 1; /* an eager step again */
     t.num_ops = 0;
     CHECK_OK(fsdp_detach(b.model, &e));
     step(&b);
@@ -938,7 +938,7 @@ TEST(extension, describe_tells_routes) {
     bed_close(&b);
 }
 
-/* Equal states have equal bytes; the same state with another slot has not. */
+/* Equal states have equal bytes; with another slot the bytes differ. */
 TEST(extension, saved_states) {
     bed b;
     fsdpi_plan_saved one, again;
@@ -962,7 +962,7 @@ TEST(extension, saved_states) {
     bed_close(&b);
 }
 
-/* The record of forwards is the model's: a unit that is taken up again has no place in it. */
+/* The order of forwards belongs to the model: a restored unit has no position in it. */
 TEST(extension, restored_unit_has_no_order) {
     bed b;
     fsdpi_plan_saved one;
@@ -978,7 +978,7 @@ TEST(extension, restored_unit_has_no_order) {
     bed_close(&b);
 }
 
-/* A unit that comes back open holds its slot, which was given back meanwhile. */
+/* A unit that is restored as open holds its slot, though the slot was released meanwhile. */
 TEST(extension, restored_unit_holds_its_slots) {
     bed b;
     fsdpi_plan_saved one;
@@ -999,7 +999,7 @@ TEST(extension, restored_unit_holds_its_slots) {
     bed_close(&b);
 }
 
-/* What a rehearsal gathered ahead does not count against prefetch_bytes afterwards. */
+/* Prefetches of a dry run do not count against prefetch_bytes afterwards. */
 static fsdp_status rehearse_prefetch(void *user) {
     bed *b = (bed *)user;
     fsdp_status status = fsdp_pre_forward(b->units[0]);
@@ -1015,7 +1015,7 @@ TEST(extension, rehearsal_prefetches) {
     step(&b);
     CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
     b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
-                                                 b.units[1]->layout.slot_bytes); /* one of them */
+                                                 b.units[1]->layout.slot_bytes); /* one unit */
     fsdp_extension e = tape_open(&t, &b);
     photograph(&b, &photo_before);
     for (int k = 0; k < 2; k++) {
@@ -1030,8 +1030,8 @@ TEST(extension, rehearsal_prefetches) {
     bed_close(&b);
 }
 
-/* Who used what, its flags, and sums that wait for their reduction come through a rehearsal of
-   whole steps, finalize included. */
+/* Uses of parameters, their flags, and unreduced gradients are unchanged after a dry run of two
+   microbatches with finalize. */
 static fsdp_status rehearse_uses(void *user) {
     tape *t = (tape *)user;
     for (int k = 0; k < 2; k++) {
@@ -1048,7 +1048,7 @@ static fsdp_status rehearse_uses(void *user) {
         }
         CHECK_OK(fsdp_finalize_backward(t->model));
     }
-    fsdp_param_view v = FSDP_ZERO; /* it is all there, as far as a rehearsal can tell */
+    fsdp_param_view v = FSDP_ZERO; /* a dry run returns the view of a reduced gradient */
     CHECK_OK(fsdp_param_view_get(t->units[1], 3, &v));
     CHECK_OK(fsdp_zero_grad(t->model));
     return FSDP_OK;
@@ -1080,8 +1080,8 @@ TEST_P(extension, rehearsal_between_microbatches, settings, RANKS(row->world)) {
         for (int n = 0; n < shapes[i].num_params; n++) {
             fsdp_param_view v = FSDP_ZERO;
             CHECK_OK(fsdp_param_view_get(b.units[i], n, &v));
-            if (row->world == 1 || !row->threads)           /* the sim of lanes moves nothing */
-                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* what was rehearsed does not count */
+            if (row->world == 1 || !row->threads)           /* simulated workers move nothing */
+                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* uses in the dry run do not count */
         }
     CHECK_OK(fsdp_zero_grad(b.model));
     step(&b);
@@ -1089,7 +1089,7 @@ TEST_P(extension, rehearsal_between_microbatches, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Markers that an extension emits do what they say, also where nobody listens. */
+/* Markers that an extension emits take effect, also without a listener. */
 TEST(extension, emitted_markers) {
     bed b;
     fsdp_op op;
@@ -1118,12 +1118,12 @@ TEST(extension, emitted_markers) {
     bed_close(&b);
 }
 
-/* An extension cannot go while it is asked, or while its slot is in use. */
+/* An extension cannot be detached from its own callback, or while its slot is in use. */
 static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
     fsdp_extension *e = (fsdp_extension *)user;
     (void)op;
     CHECK_STATUS(fsdp_detach(model, e), FSDP_ERR_INVALID_STATE);
-    op->kind = FSDP_OP_CALL; /* put back: the record runs as what it is */
+    op->kind = FSDP_OP_CALL; /* restored, so that the op runs unchanged */
     op->src = op->dst = NULL;
     return 0;
 }
@@ -1154,7 +1154,7 @@ TEST(extension, detach_is_refused) {
     bed_close(&b);
 }
 
-/* A unit of many parts: each has its own records of every kind. */
+/* A unit with many dtype groups has ops of every kind for each. */
 static int many_sizes(void *user, int64_t numel, int64_t bytes[FSDP_GATHER_TENSORS]) {
     (void)user;
     bytes[0] = 4 * numel;
@@ -1200,21 +1200,21 @@ TEST(extension, many_parts) {
     bed_close(&b);
 }
 
-/* ---- when records ran ------------------------------------------------------------------------ */
+/* ---- when ops ran ---------------------------------------------------------------------------- */
 
 typedef struct {
     fsdp_model *model;
     uint32_t lock;
-    int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest record */
+    int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest op */
     int told[FSDP_OP_COUNT], bad, of_world, lists;
-    int64_t took;                    /* all together */
-    uint64_t step[FSDP_OP_COUNT][2]; /* of the first and of the last that was told */
+    int64_t took;                    /* sum of all durations */
+    uint64_t step[FSDP_OP_COUNT][2]; /* steps of the first and the last op reported */
 } watch;
 
 static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
                       int64_t end) {
     watch *w = (watch *)user;
-    fsdpi_lock(&w->lock); /* worker threads tell, too */
+    fsdpi_lock(&w->lock); /* worker threads report, too */
     int overlaps = op->model && begin < w->last[op->stream];
     if (begin > end || overlaps || model != w->model) w->bad++;
     w->last[op->stream] = end;
@@ -1240,28 +1240,28 @@ TEST_P(extension, tells_when_records_ran, settings, RANKS(row->world)) {
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &before));
     CHECK_OK(fsdp_attach(b.model, &e));
-    for (int k = 0; k < 9; k++) step(&b); /* more than a device keeps */
+    for (int k = 0; k < 9; k++) step(&b); /* more ops than a device keeps events */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_OK(fsdp_model_counters(b.model, &after));
     CHECK_OK(fsdp_detach(b.model, &e));
     CHECK_EQ_INT(w.bad, 0);
-    w.told[FSDP_OP_COPY] -= w.of_world; /* the norm comes to the host */
+    w.told[FSDP_OP_COPY] -= w.of_world; /* the copy of the norm to the host */
     CHECK_EQ_INT(w.of_world, 9);
     for (int kind = 0; kind < FSDP_OP_HOOK; kind++) {
         CHECK_EQ_INT(w.told[kind], after.calls[kind] - before.calls[kind]);
-        if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) /* not after a step */
+        if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) /* only within steps */
             CHECK_EQ_INT(w.step[kind][1] - w.step[kind][0], w.told[kind] ? 8 : 0);
     }
     for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
-    if (row->async) CHECK_EQ_INT(w.lists, 0); /* told later, when a list may be gone */
+    if (row->async) CHECK_EQ_INT(w.lists, 0); /* reported later, when a list may be gone */
     int told = w.told[FSDP_OP_COPY];
     step(&b);
-    CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more */
+    CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more reports after detach */
     bed_close(&b);
 }
 
-/* Calls and their ends, as letters: a call small, its end large. The extension in the middle answers
-   post_forward: the last one is told neither of the call nor of its end. */
+/* Calls and their ends as letters: lower case for a call, upper case for its end. While the
+   extension in the middle answers post_forward, the last one sees neither the call nor its end. */
 typedef struct {
     char text[64];
     int answers, fails; /* post_forward; zero_grad */
@@ -1302,7 +1302,7 @@ TEST(extension, tells_when_calls_end) {
     }
     fsdp_unit *u = b.units[2];
     CHECK_OK(fsdp_pre_forward(u));
-    CHECK_OK(fsdp_post_forward(u)); /* answered: the core has not done it */
+    CHECK_OK(fsdp_post_forward(u)); /* answered: the core has not run it */
     seen[1].answers = 0;
     CHECK_OK(fsdp_post_forward(u));
     CHECK_OK(fsdp_pre_backward(u));
@@ -1315,7 +1315,7 @@ TEST(extension, tells_when_calls_end) {
     CHECK_EQ_STR(seen[1].text, seen[0].text);
     CHECK_EQ_STR(seen[2].text, "fFpPbBqQeEzZcCzZ");
     for (int k = 0; k < 3; k++) memset(seen[k].text, 0, sizeof seen[k].text);
-    CHECK_STATUS(fsdp_post_backward(u), FSDP_ERR_INVALID_STATE); /* ends, too, and finalize tells it */
+    CHECK_STATUS(fsdp_post_backward(u), FSDP_ERR_INVALID_STATE); /* ends, too; kept for finalize */
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK_OK(fsdp_finalize_backward(b.model));
     seen[1].fails = 1;
@@ -1326,14 +1326,15 @@ TEST(extension, tells_when_calls_end) {
     bed_close(&b);
 }
 
-/* How long a stream has waited for another one: a USE tells how long COMPUTE had nothing to do. */
+/* Time that a stream waited for another one: a WAIT reports how long COMPUTE was idle. */
 static int64_t waited_for_use;
 static void use_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin, int64_t end) {
     (void)user, (void)model, (void)begin, (void)end;
     if (op->kind == FSDP_OP_WAIT) waited_for_use = op->waited_ns;
     else CHECK_EQ_INT(op->waited_ns, 0);
 }
-/* A clock that stands while a worker thread runs `until_asked`, which then sets it on. */
+/* A clock that stands still, except that `until_asked`, on a worker thread, waits for a read of
+   it and then advances it by WORK. */
 enum { WORK = 12345 };
 static uint32_t clock_reads, is_asked;
 static int64_t clock_time;
@@ -1379,7 +1380,7 @@ TEST(extension, tells_how_long_a_stream_waited) {
     }
 }
 
-/* More records under way than there are events: the host waits for the oldest, and all are told. */
+/* With more ops under way than events the host waits for the oldest op, and all are reported. */
 TEST(extension, more_records_than_events, SLOW | AT_NIGHT(ASAN | TSAN)) {
     enum { NUM = 2 * FSDPI_TIMES_MAX + 3, BLOCK = 1 << 20 };
     bed b;
@@ -1414,8 +1415,8 @@ TEST(extension, more_records_than_events, SLOW | AT_NIGHT(ASAN | TSAN)) {
     bed_close(&b);
 }
 
-/* A function of the user's issues more records than there are events. It runs until then, so that
-   nothing can be told: the records for which there was no event are left out. */
+/* A user's function issues more ops than there are events. Nothing can be reported before it
+   returns: ops without an event are not reported. */
 static fsdp_buf *much_to_zero;
 static fsdp_status zero_much(const fsdp_op *of, void *stream) {
     (void)stream;
@@ -1451,7 +1452,8 @@ TEST(extension, records_without_an_event) {
     bed_close(&b);
 }
 
-/* A base that is old is renewed once nothing waits to be told: distances stay short. */
+/* An old time base is renewed only while no op waits to be reported, so that distances stay
+   short. */
 TEST(extension, old_base_of_times) {
     enum { BLOCK = 1 << 20 };
     bed b;
@@ -1469,14 +1471,14 @@ TEST(extension, old_base_of_times) {
     const int64_t base = t->base_ns;
     step(&b);
     CHECK_OK(fsdp_wait_stream(b.model, -1));
-    CHECK_EQ_INT(t->base_ns, base); /* young */
+    CHECK_EQ_INT(t->base_ns, base); /* not old yet */
     t->base_ns -= FSDPI_TIMES_BASE + 1;
     memset(w.last, 0, sizeof w.last);
     step(&b);
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK(t->base_ns >= base);
     CHECK(w.last[FSDP_STREAM_COMPUTE] >= base);
-    for (int k = 0; k < 2; k++) { /* the first one waits to be told: its distance is of this base */
+    for (int k = 0; k < 2; k++) { /* the first op's distance is from this base */
         fsdp_op op;
         const int64_t aged = t->base_ns - FSDPI_TIMES_BASE - 1;
         if (k > 0) t->base_ns = aged;
@@ -1521,7 +1523,7 @@ TEST(extension, relayout_after_commit_and_freeze) {
     CHECK_EQ_INT(g.relayouts, 1);
     CHECK_OK(fsdp_model_commit(b.model));
     fsdp_memory mem;
-    CHECK_OK(fsdp_model_predict(b.model, &mem)); /* a copy is laid out, which is nobody's */
+    CHECK_OK(fsdp_model_predict(b.model, &mem)); /* commits a copy, not the extension's model */
     CHECK_EQ_INT(g.relayouts, 1);
     CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
     CHECK_EQ_INT(g.relayouts, 1);
@@ -1531,9 +1533,9 @@ TEST(extension, relayout_after_commit_and_freeze) {
     bed_close(&b);
 }
 
-/* After a failure of MOVED the next call tells it again; it does not lay out again. */
+/* After a failure of MOVED the next call notifies again, and does not lay out again. */
 typedef struct {
-    int told, fails; /* how often it was told; it fails so often */
+    int told, fails; /* notifications; the first `fails` of them fail */
     guest of;
 } follower;
 static fsdp_status follower_values(void *user, fsdp_model *m, int event, int ordinal) {
@@ -1569,7 +1571,7 @@ TEST(extension, moved_is_told_again) {
     }
 }
 
-/* The states of an optimizer and of a scaler, through items: what is written comes back. */
+/* States of optimizers and a scaler, saved and loaded as items. */
 typedef struct {
     char name[64];
     unsigned char data[2048];
@@ -1658,7 +1660,7 @@ TEST_P(extension, states_round_trip, keepers) {
     CHECK_OK(fsdp_grad_scaler_create(b.model, &gd, &scaler));
     for (int k = 0; k < 2; k++) states_step(&b, adamw, sgd, scaler);
     int num = save_all(b.model, first, 64);
-    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trainables; 2 more are frozen */
+    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trained parameters; 2 more are frozen */
     CHECK_EQ_STR(first[0].name, row->sgd ? "sgd.momentum_buffer.0" : "adamw.exp_avg.0");
     CHECK_EQ_STR(first[num - 1].name, "grad_scaler.state.-1");
     for (int k = 0; k < 3; k++) states_step(&b, adamw, sgd, scaler);
@@ -1673,7 +1675,7 @@ TEST_P(extension, states_round_trip, keepers) {
     fsdp_grad_scaler_state state;
     CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
     CHECK_EQ_INT(state.growth_tracker, 2);
-    double wrong = -1; /* a scale that is none is refused, and nothing is taken up */
+    double wrong = -1; /* an invalid scale is refused, and no state is loaded */
     memcpy(again[num - 1].data, &wrong, sizeof wrong);
     fsdp_state_item item = FSDP_ZERO;
     while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
@@ -1681,7 +1683,7 @@ TEST_P(extension, states_round_trip, keepers) {
     CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
     CHECK_EQ_INT(state.growth_tracker, 2);
-    fsdp_param_view v = FSDP_ZERO; /* room for states of the frozen ones, while updates may run */
+    fsdp_param_view v = FSDP_ZERO; /* reserves states of frozen parameters, while updates may run */
     CHECK_STATUS(fsdp_state_reserve(NULL, 0), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_state_reserve(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
     states_step(&b, adamw, sgd, scaler);
@@ -1691,16 +1693,16 @@ TEST_P(extension, states_round_trip, keepers) {
         CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
     }
     CHECK_EQ_INT(save_all(b.model, then, 64), 10 * (row->sgd ? 2 : 3) + 1);
-    for (int i = 0, k; i < num; i++) { /* and the others kept theirs */
+    for (int i = 0, k; i < num; i++) { /* the other states are unchanged */
         for (k = 0; strcmp(then[k].name, again[i].name) != 0; k++) CHECK(k < 40);
         CHECK_EQ_MEM(then[k].data, again[i].data, again[i].nbytes);
     }
     bed_close(&b);
 }
 
-/* ---- records of an extension ----------------------------------------------------------------- */
+/* ---- ops of an extension --------------------------------------------------------------------- */
 
-/* Updates and transfers are records as all else is. */
+/* Updates and transfers are shown as ops, too. */
 TEST(extension, sees_updates_and_transfers) {
     bed b;
     fsdp_adamw *adamw;
@@ -1710,11 +1712,11 @@ TEST(extension, sees_updates_and_transfers) {
     CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
     observe(&b, 0, 1);
     states_step(&b, adamw, NULL, scaler);
-    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2); /* unscale, AdamW: of all that was used */
+    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2); /* unscale, AdamW: all used parameters */
     fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &c));
     CHECK_EQ_INT(c.calls[FSDP_OP_UPDATE], b.calls[FSDP_OP_UPDATE]);
-    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: not done */
+    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: it does not run */
     fsdp_optim_state s;
     CHECK_OK(fsdp_adamw_state(adamw, 0, &s));
     float m = ((float *)s.first)[0];
@@ -1819,7 +1821,8 @@ TEST(extension, wrong_records) {
     bed_close(&b);
 }
 
-/* While shards are lent, calls that read them go on, and calls that write or move them do not. */
+/* While the parameters are locked, calls that read shards work; calls that write or move them
+   fail. */
 TEST(extension, shards_are_lent) {
     static const int writes[] = {FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_LOAD, FSDP_CALL_CLIP,
                                  FSDP_CALL_REQUIRES_GRAD};
@@ -1840,7 +1843,7 @@ TEST(extension, shards_are_lent) {
     CHECK(strstr(fsdp_last_error(b.s.world), "[E231] params_changed: give them back"));
     CHECK_OK(fsdp_lock_params(b.model, NULL));
     for (int i = 0; i < 4; i++) CHECK_OK(fsdp_call_begin(b.model, writes[i], "mine"));
-    CHECK_OK(fsdp_model_reset(b.model)); /* of the failure that finalize would tell again */
+    CHECK_OK(fsdp_model_reset(b.model)); /* clears the failure, which finalize would return again */
     bed_close(&b);
 }
 
@@ -1849,7 +1852,7 @@ static fsdp_status call_that_fails(const fsdp_op *op, void *stream) {
     return FSDP_ERR_CORRUPT;
 }
 
-/* A record of one lane comes behind what it needs of another one. */
+/* An op of one worker thread waits for the op of another thread that it depends on. */
 static int flag_of_first, first_was_done;
 static fsdp_status takes_long(const fsdp_op *op, void *stream) {
     (void)op, (void)stream;
@@ -1866,7 +1869,7 @@ TEST(extension, lanes_wait_for_each_other) {
     bed b;
     fsdp_op op;
     fsdp_buf *buf;
-    bed_open(&b, &settings[3]); /* two lanes */
+    bed_open(&b, &settings[3]); /* two worker threads */
     CHECK_OK(fsdp_model_commit(b.model));
     CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
     for (int k = 0; k < 2; k++) {
@@ -1886,7 +1889,7 @@ TEST(extension, lanes_wait_for_each_other) {
     bed_close(&b);
 }
 
-/* A record stays what it is while it runs, however many are issued behind it. */
+/* An op is unchanged while it runs, however many are issued after it. */
 static int record_changed;
 static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
     const fsdp_op was = *op;
@@ -1910,7 +1913,7 @@ TEST(extension, more_records_than_a_lane_holds, SLOW) {
     bed_close(&b);
 }
 
-/* What a record's order was derived from stays, whatever an extension writes into its copy. */
+/* An extension gets a copy of each op: changes to fields that order ops have no effect. */
 typedef struct {
     fsdp_op seen;
     int asked, told, differs;
@@ -1923,7 +1926,7 @@ static int differs(const forger *f, const fsdp_op *op) {
 static int forges(void *user, fsdp_model *model, fsdp_op *op) {
     forger *f = (forger *)user;
     (void)model;
-    if (f->asked++ % 2) f->differs += differs(f, op); /* the second one sees what the first has left */
+    if (f->asked++ % 2) f->differs += differs(f, op); /* sees the first one's changes */
     f->seen = *op;
     op->kind = FSDP_OP_NORM, op->stream = FSDP_STREAM_REDUCE, op->seq = 7;
     op->src = op->dst = NULL;
@@ -1941,7 +1944,7 @@ TEST(extension, what_stays_of_a_record) {
     bed b;
     forger f;
     memset(&f, 0, sizeof f);
-    bed_open(&b, &settings[2]); /* inline: told at once */
+    bed_open(&b, &settings[2]); /* inline: reported at once */
     fsdp_extension e = FSDP_ZERO;
     e.op = forges;
     e.ran = forger_told;
@@ -1953,7 +1956,7 @@ TEST(extension, what_stays_of_a_record) {
     bed_close(&b);
 }
 
-/* A function of an extension that fails aborts the world, as one of the user's. */
+/* A failing function of an extension aborts the world, as a user's function does. */
 TEST(extension, failure_of_a_record) {
     bed b;
     fsdp_op op;
@@ -1969,8 +1972,8 @@ TEST(extension, failure_of_a_record) {
     bed_close(&b);
 }
 
-/* What plans look at: a number that is the same for the same options, whatever way led there, and
-   another one for others. */
+/* A plan's hash of the options: equal for equal options, whatever calls set them, and different
+   for others. */
 static fsdp_status no_all_reduce(void *user, fsdp_unit *unit, void *sums, int64_t count,
                                  fsdp_dtype dtype, void *stream) {
     (void)user, (void)unit, (void)sums, (void)count, (void)dtype, (void)stream;
@@ -1986,7 +1989,7 @@ static fsdp_status no_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm
     return ops->run(comm, coll);
 }
 enum { SETTERS = 21 };
-/* Sets option n to another value than that at creation, or (on 0) back. */
+/* Sets option n to a value that differs from its default, or (on = 0) to the default. */
 static void set_one(const bed *b, int n, int on) {
     fsdp_model *m = b->model;
     fsdp_unit *u = b->units[0], *v = b->units[1];
@@ -2031,14 +2034,14 @@ TEST(extension, settings_tell_options) {
             CHECK(fsdpi_plan_settings(b.model) != first);
             set_one(&b, k, 1);
             at[i][k] = fsdpi_plan_settings(b.model);
-            set_one(&b, k, 1); /* once more changes nothing */
+            set_one(&b, k, 1); /* a second call changes nothing */
             CHECK(fsdpi_plan_settings(b.model) == at[i][k]);
             CHECK(k > i || at[i][k] == at[k][i] || (i == 12 && k == 11)); /* in either order */
-            set_one(&b, i, 0); /* not in the reverse order */
+            set_one(&b, i, 0); /* reset in the order in which they were set */
             set_one(&b, k, 0);
             CHECK(fsdpi_plan_settings(b.model) == first);
         }
-    for (int i = 0; i < SETTERS; i++) /* one or two options: all different */
+    for (int i = 0; i < SETTERS; i++) /* all sets of one or two options differ */
         for (int k = 0; k <= i; k++)
             for (int n = 0; n <= i; n++)
                 for (int o = 0; o <= n && (n < i || o < k); o++) {
@@ -2047,7 +2050,7 @@ TEST(extension, settings_tell_options) {
                     CHECK_MSG(sync || at[i][k] != at[n][o], "%d %d, %d %d", i, k, n, o);
                 }
     CHECK(at[2][2] != at[3][4] && at[2][2] != at[3][3] && at[3][3] != at[5][5]);
-    /* values, and units and their order in lists */
+    /* values matter, and so do units and their order in lists */
     CHECK_OK(fsdp_set_gradient_divide_factor(b.model, b.units[0], 4));
     CHECK(fsdpi_plan_settings(b.model) != at[10][10]);
     set_one(&b, 10, 0);
@@ -2067,7 +2070,7 @@ TEST(extension, settings_tell_options) {
     bed_close(&b);
 }
 
-/* ---- what a rehearsal may do ----------------------------------------------------------------- */
+/* ---- calls in a dry run ---------------------------------------------------------------------- */
 
 typedef struct {
     bed *b;
@@ -2081,7 +2084,7 @@ static rehearsed rehearsed_as(bed *b, tape *t) {
     return r;
 }
 
-/* Every option, and calls with them. */
+/* Sets every option, and makes calls with them. */
 static fsdp_status rehearse_options(void *user) {
     const rehearsed *r = (const rehearsed *)user;
     fsdp_unit *const *units = r->b->units;
@@ -2095,12 +2098,12 @@ static fsdp_status rehearse_options(void *user) {
         CHECK(fsdpi_plan_settings(m) != was);
         CHECK_OK(fsdp_pre_forward(units[0]));
         CHECK_EQ_INT(fsdp_unit_storage(units[1]), FSDP_STORAGE_SHARDED);
-        CHECK_STATUS(fsdp_pre_backward(units[0]), FSDP_ERR_INVALID_STATE); /* is remembered */
+        CHECK_STATUS(fsdp_pre_backward(units[0]), FSDP_ERR_INVALID_STATE); /* recorded failure */
         CHECK_OK(fsdp_post_forward(units[0]));
     }
     CHECK_OK(fsdp_agree(m, "x", 1));
     CHECK_OK(fsdp_params_changed(m));
-    /* what it could not undo */
+    /* changes that a dry run could not undo */
     CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(units[0], units + 1, 1),
                  FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(r->b->s.world), "[E173] set_modules_to_forward_prefetch: a "
@@ -2111,7 +2114,7 @@ static fsdp_status rehearse_options(void *user) {
     CHECK_STATUS(fsdp_pools_trim(m), FSDP_ERR_INVALID_STATE);
     fsdp_extension e = FSDP_ZERO;
     CHECK_STATUS(fsdp_attach(m, &e), FSDP_ERR_INVALID_STATE);
-    e = m->attached->e; /* the one that is asked */
+    e = m->attached->e; /* the extension of the dry run */
     CHECK_STATUS(fsdp_detach(m, &e), FSDP_ERR_INVALID_STATE);
     return FSDP_OK;
 }
@@ -2129,7 +2132,7 @@ TEST_P(extension, rehearsal_of_options, settings, RANKS(row->world)) {
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_options, &r));
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
-    CHECK_OK(fsdp_pre_forward(b.units[0])); /* the lists are those from before */
+    CHECK_OK(fsdp_pre_forward(b.units[0])); /* the prefetch lists are restored */
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[1]) == FSDP_STORAGE_IN_FLIGHT);
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[2]) == FSDP_STORAGE_IN_FLIGHT);
     CHECK_OK(fsdp_post_forward(b.units[0]));
@@ -2139,7 +2142,8 @@ TEST_P(extension, rehearsal_of_options, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* No pool gives a slot meanwhile. The first failure ends the run; nothing of it stays. */
+/* In a dry run no pool provides slots. The first failure ends the dry run; the model is
+   restored. */
 static fsdp_status rehearse_until_refused(void *user) {
     rehearsed *r = (rehearsed *)user;
     fsdp_status status = FSDP_OK;
@@ -2172,7 +2176,7 @@ TEST(extension, rehearsal_without_a_slot) {
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
-    rehearsed r = rehearsed_as(&b, &t); /* nobody gives any */
+    rehearsed r = rehearsed_as(&b, &t); /* no extension provides slots */
     e.buffer = NULL;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(r.runs, 0);
@@ -2181,7 +2185,7 @@ TEST(extension, rehearsal_without_a_slot) {
     step(&b);
     tape_close(&t);
     bed_close(&b);
-    bed_open(&b, &settings[2]); /* no other rank waits for what does not run */
+    bed_open(&b, &settings[2]); /* other ranks do not wait: nothing runs */
     e = tape_open(&t, &b);
     r = rehearsed_as(&b, &t);
     t.refuse = 1;
@@ -2191,7 +2195,7 @@ TEST(extension, rehearsal_without_a_slot) {
     bed_close(&b);
 }
 
-/* No record runs and no slot is a pool's, whatever the extension lacks. */
+/* No op runs and no pool provides a slot, also without an op callback. */
 TEST_P(extension, rehearsal_without_op, settings, RANKS(row->world)) {
     static tape t;
     bed b;
@@ -2211,7 +2215,7 @@ TEST_P(extension, rehearsal_without_op, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Only the extension of the rehearsal is asked, and those that are attached afterwards again. */
+/* Only the extension of a dry run is called; afterwards the attached ones are called again. */
 static void guest_ran(void *user, fsdp_model *m, const fsdp_op *op, int64_t begin, int64_t end) {
     (void)m, (void)op, (void)begin, (void)end;
     ((guest *)user)->relayouts++;
@@ -2266,7 +2270,8 @@ TEST_P(extension, rehearsal_asks_one, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Records that were under way are told to whom they belong. */
+/* A dry run does not lose the reports of ops that were under way: the attached extension gets
+   them. */
 TEST(extension, rehearsal_behind_records) {
     static tape t;
     bed b;
@@ -2297,13 +2302,13 @@ TEST(extension, rehearsal_behind_records) {
     bed_close(&b);
 }
 
-/* Its status is the run's; without a run there is another one. */
+/* A dry run returns the status of its function; if the function does not run, another one. */
 static fsdp_status rehearse_nothing(void *user) {
     rehearsed *r = (rehearsed *)user;
     r->runs++;
     return r->result;
 }
-static fsdp_status rehearse_within(void *user) { /* the outer one goes on as one */
+static fsdp_status rehearse_within(void *user) { /* the outer dry run continues */
     rehearsed *r = (rehearsed *)user;
     fsdp_extension e = FSDP_ZERO;
     rehearsed inner = rehearsed_as(r->b, r->t);
@@ -2326,7 +2331,7 @@ TEST(extension, rehearsal_status) {
     fsdp_extension e = tape_open(&t, &b);
     rehearsed r = rehearsed_as(&b, &t);
     CHECK_OK(
-        fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
+        fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is committed then */
     CHECK_EQ_INT(r.runs, 1);
     CHECK_EQ_INT((long long)b.model->num_commits, 1);
     r.result = FSDP_ERR_CORRUPT;
@@ -2352,7 +2357,7 @@ TEST(extension, rehearsal_status) {
     bed_close(&b);
 }
 
-/* A slot that another extension gave is held as before, whatever the rehearsal did with it. */
+/* A unit still holds the slot of another extension after a dry run that resharded it. */
 static fsdp_status rehearse_reshard(void *user) {
     fsdp_status status = fsdp_reshard((fsdp_unit *)user);
     return status ? status : fsdp_unshard((fsdp_unit *)user);
@@ -2384,10 +2389,10 @@ TEST(extension, rehearsal_of_others_slots) {
     bed_close(&b);
 }
 
-/* ---- records emitted again ------------------------------------------------------------------- */
+/* ---- ops emitted again ----------------------------------------------------------------------- */
 
-/* As by fsdp_emit: the same numbers, waits, markers, work and times; step and what was given are
-   new. */
+/* Emits the recorded ops, with fsdp_emit or (`again`) with fsdpi_plan_emit. Both give equal
+   numbers, waits, markers, work and times; step and agreed hash are new. */
 static fsdp_status emits(const bed *b, tape *t, int again) {
     fsdp_status status = FSDP_OK;
     if (again) return fsdpi_plan_emit(b->model, t->ops, t->num_ops);
@@ -2421,7 +2426,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
     for (int i = 0; i < NUM_UNITS; i++) /* as recorded */
         for (int k = 0; k < shapes[i].num_params; k++)
             if (!(shapes[i].frozen >> k & 1)) *fsdpi_use(b.units[i], k) |= FSDPI_USE_USED;
-    CHECK_OK(emits(&b, &t, 0)); /* twice, so that buffers begin alike */
+    CHECK_OK(emits(&b, &t, 0)); /* twice, so that both runs start from the same buffers */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     for (int k = 0; k < 3; k++) {
         CHECK_OK(fsdp_model_counters(b.model, &c[k]));
@@ -2451,7 +2456,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
         CHECK_EQ_INT(x.num_waits, y.num_waits);
         for (int n = 0; n < x.num_waits; n++) CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
         x.seq = y.seq, x.step = y.step, x.given = y.given;
-        memcpy(x.wait, y.wait, sizeof x.wait); /* a lane's numbers go on */
+        memcpy(x.wait, y.wait, sizeof x.wait); /* the op numbers of a worker thread increase */
         CHECK_EQ_MEM(&x, &y, sizeof x);
     }
     for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
@@ -2479,7 +2484,7 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Markers take effect, as those of fsdp_emit; the first failure is the last record. */
+/* Markers take effect as with fsdp_emit; the first op that fails is the last one. */
 TEST(extension, emitted_again_one_by_one) {
     bed b;
     fsdp_op op[3];
@@ -2514,13 +2519,13 @@ TEST(extension, emitted_again_one_by_one) {
     bed_close(&b);
 }
 
-/* ---- trainings by calls, and by records and states ------------------------------------------- */
+/* ---- eager trainings, and trainings from ops and states -------------------------------------- */
 
 typedef struct {
     const char *name;
     int ranks, lanes;
     fsdp_dtype param;
-    int unused; /* parameters that are not used have no gradient; else zeros */
+    int unused; /* unused parameters have no gradient; otherwise zeros */
 } course;
 static const course courses[] = {
     {"W=1", 1, 0, 0, 0},        {"W=1/cast", 1, 0, FSDP_BF16, 0},  {"W=1/lanes", 1, 2, 0, 1},
@@ -2533,7 +2538,7 @@ typedef struct {
     fsdp_model *model;
     fsdp_unit *units[NUM_UNITS];
     fsdp_adamw *adamw;
-    tape *t; /* NULL: by calls */
+    tape *t; /* NULL: eager */
     fsdp_extension e;
 } trainee;
 
@@ -2568,7 +2573,7 @@ static void trainee_open(trainee *p, fsdp_world *w, const course *c, tape *t) {
     if (t) t->model = p->model, t->units = p->units;
 }
 
-/* Of this rank, in this step. */
+/* Returns 1 if this rank uses parameter n in this step. */
 static int trainee_uses(const trainee *p, int step, int n) {
     if (n == 1 && !p->c->unused) return fsdp_rank(p->w) == 0 || step % 2;
     return n < 2 || (n == 3 && !p->c->unused && step == 6 && fsdp_rank(p->w) == p->c->ranks - 1);
@@ -2581,7 +2586,7 @@ static void trainee_call(const trainee *p, int step, fsdp_unit *u,
 }
 
 static void trainee_step(const trainee *p, int step) {
-    if (p->t && step == 2) { /* seen once, and from then on replayed; at last by calls again */
+    if (p->t && step == 2) { /* recorded, then replayed; the last steps are eager */
         CALL(p->w, fsdp_attach(p->model, &p->e));
         p->t->record = 1;
     }
@@ -2685,9 +2690,9 @@ TEST_P(extension, replayed_trainings, courses, row->ranks > 3 ? MANY_RANKS : 0) 
     CHECK_MSG(fsdp_spawn(&sd, course_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
 }
 
-/* ---- calls of extensions, custom collectives, and who does not listen ------------------------ */
+/* ---- calls of extensions, custom collectives, and listeners ---------------------------------- */
 
-/* Answers a call by calls of its own. */
+/* An extension that answers a call with calls to the library. */
 typedef struct {
     guest g;
     fsdp_status (*makes)(fsdp_unit *unit);
@@ -2719,14 +2724,14 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_attach(b.model, &ea));
     CHECK_OK(fsdp_attach(b.model, &ec));
     CHECK_OK(fsdp_attach(b.model, &eh));
-    /* its own call of the same kind: to c, which answers it by one that only h sees */
+    /* a's call of the same kind goes to c, which answers it by one that only h sees */
     a.makes = fsdp_pre_forward, a.on = FSDP_CALL_PRE_FORWARD;
     c.makes = fsdp_pre_forward, c.on = FSDP_CALL_PRE_FORWARD;
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_EQ_STR(diary, "gach");
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
     CHECK(b.model->offered_to == NULL);
-    /* others after that begin at the first one, and its second one at c again */
+    /* Calls of another kind start at the first extension; a's second call reaches c again. */
     diary[0] = 0;
     CHECK_OK(fsdp_post_forward(b.units[0]));
     CHECK_EQ_STR(diary, "gach");
@@ -2735,7 +2740,7 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK_EQ_STR(diary, "gachch");
     diary[0] = 0;
-    c.on = FSDP_CALL_WAIT, c.makes = fsdp_post_backward; /* a failure goes all the way back */
+    c.on = FSDP_CALL_WAIT, c.makes = fsdp_post_backward; /* a failure reaches the first call */
     CHECK_STATUS(fsdp_unshard(b.units[1]), FSDP_ERR_INVALID_STATE);
     CHECK_EQ_STR(diary, "gach");
     CHECK(b.model->offered_to == NULL && b.model->ext_depth == 0);
@@ -2749,7 +2754,7 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* A record says whether a function of the user's runs it. */
+/* An op says whether a user's function runs it. */
 TEST_P(extension, custom_is_told, settings, RANKS(row->world)) {
     static tape t;
     static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
@@ -2764,8 +2769,8 @@ TEST_P(extension, custom_is_told, settings, RANKS(row->world)) {
         CHECK_OK(fsdp_set_custom_reduce_scatter(b.units[1], which == 1 ? no_comm : NULL, NULL));
         tape_step(&t);
         CHECK_OK(fsdp_finalize_backward(b.model));
-        t.record = 1;            /* a record that the comm of the unit runs, but not for its step */
-        static double full[256]; /* of any dtype */
+        t.record = 1;            /* the unit's comm runs it, but it is not part of a step */
+        static double full[256]; /* large enough for each dtype */
         CHECK_OK(fsdp_param_full(b.units[1], 2, full));
         t.record = 0;
         for (int i = 0; i < t.num_ops; i++) {
@@ -2784,7 +2789,7 @@ TEST_P(extension, custom_is_told, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Inline, an extension that only answers calls costs records nothing: no event is set for one. */
+/* Inline, an extension that only answers calls adds no cost to ops: they set no event. */
 TEST(extension, who_listens_to_records) {
     for (int who = 0; who < 5; who++) {
         char diary[64] = "";
@@ -2810,7 +2815,7 @@ TEST(extension, who_listens_to_records) {
         CHECK_EQ_INT(g.ops, who == 3);
         CHECK_EQ_INT(g.relayouts, who == 4);
         step(&b);
-        CHECK(g.calls == 0 ? who != 1 : g.calls == 4 * NUM_UNITS + 3); /* and what writes shards */
+        CHECK(g.calls == 0 ? who != 1 : g.calls == 4 * NUM_UNITS + 3); /* hooks and shard writers */
         fsdp_buf_destroy(b.model, buf);
         bed_close(&b);
     }
@@ -2861,7 +2866,7 @@ static fsdp_op post_op(const post *p, int kind, fsdp_comm *comm) {
     return op;
 }
 
-/* One collective behind what the caller wrote; then the caller waits for it. */
+/* Runs one collective after the caller's writes, and waits for it. */
 static int post_run(const post *p, fsdp_op *op) {
     float *in = (float *)fsdp_buf_ptr(p->in), *out = (float *)fsdp_buf_ptr(p->out);
     fsdp_op use;
@@ -2917,7 +2922,7 @@ static void post_all_kinds(const post *p, fsdp_comm *comm) {
         for (int i = 0; i < COUNT * p->size; i++, done++)
             W_CHECK(out[i] == (float)(100 * (i / COUNT) + COUNT * p->rank + i % COUNT),
                     "all_to_all: %g", (double)out[i]);
-    if (p->rank < 2) { /* 0 sends to 1 */
+    if (p->rank < 2) { /* rank 0 sends to rank 1 */
         op = post_op(p, p->rank ? FSDP_OP_RECV : FSDP_OP_SEND, comm);
         op.root = 1 - p->rank;
         if (post_run(p, &op) && p->rank)
@@ -2926,7 +2931,7 @@ static void post_all_kinds(const post *p, fsdp_comm *comm) {
     W_CHECK(done > 0, "nothing was compared");
 }
 
-/* All kinds, on every stream, beside the model's own collectives. */
+/* All kinds on each stream, while the model's own collectives run. */
 static int post_rank(fsdp_world *w, void *arg) {
     post p;
     memset(&p, 0, sizeof p);
@@ -3012,7 +3017,8 @@ static fsdp_status rehearse_no_call(void *user) {
     return FSDP_OK;
 }
 
-/* All that an extension makes, with an allocator that refuses once; 0: it went through. */
+/* Makes all objects of an extension, with an allocator that may fail once. Returns 1 if it
+   failed. */
 static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     static guest g;
     fsdp_extension e = guest_as(&g, "g", diary);
@@ -3040,8 +3046,8 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     return status != FSDP_OK;
 }
 
-/* An extension that makes a call at the marker of another one: the records of both have the state of
-   their own call. */
+/* An extension makes a call at another call's marker: the ops of each call have the state of
+   that call. */
 static fsdp_unit *two[2];
 static int in_marker, states[2];
 static int calls_at_marker(void *user, fsdp_model *model, fsdp_op *op) {
@@ -3077,7 +3083,8 @@ static void call_at_a_marker(lab_rank *r) {
 }
 TEST(extension, call_at_a_marker) { lab_run(1, NULL, call_at_a_marker, NULL); }
 
-/* Of two extensions that differ in a function alone, the one that is named retires. */
+/* fsdp_extension_mute mutes the extension that is named, though the other differs in one
+   function only. */
 static int seen_by[2];
 static int first_sees(void *user, fsdp_model *model, fsdp_op *op) {
     (void)user, (void)model, (void)op;
@@ -3136,7 +3143,7 @@ TEST(extension, no_memory_at_any_allocation) {
     CHECK(n > 8);
     const uint64_t thawed = fsdpi_plan_settings(m);
     n = 0;
-    do { /* an option that could not be set is the old one */
+    do { /* an option that could not be set keeps its value */
         heap.failures = 0;
         heap.fail_at = heap.total + n++;
         fsdp_status status = fsdp_set_requires_grad(u, 0, 0);
@@ -3153,8 +3160,8 @@ TEST(extension, no_memory_at_any_allocation) {
     CHECK_EQ_INT(heap.live, 0);
 }
 
-/* Replicas differ in one element after the first MiB of a parameter that the host cannot read: the
-   library looks at all pieces of it. */
+/* Replicas differ in one element after the first MiB of a parameter that the host cannot read:
+   the library compares all pieces. */
 static char said_of_replicas[2][1 << 12];
 static void hear_replicas(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)user;

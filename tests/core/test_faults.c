@@ -1,6 +1,6 @@
-/* test_faults.c - what goes wrong: every host allocation, every operation of the backend and of
-   the device, wrong arguments, interrupted steps. No call hangs, nothing leaks, and the text says
-   why.
+/* test_faults.c - failures: every host allocation, every operation of the backend and of the
+   device, wrong arguments, interrupted steps. No call hangs, nothing leaks, and the text gives the
+   reason.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
@@ -10,7 +10,7 @@
 
 enum { UNITS = 3, MAX_WORLD = 4 };
 
-/* Deadline where a rank will not come, which has to be waited for; and where none shall pass. */
+/* Returns a deadline: a short one if a rank will not come, and otherwise one that must not pass. */
 static int deadline_ms(int awaited) {
     const char *mult = getenv("TEST_TIMEOUT_MULT");
     int slow = mult && *mult && atof(mult) > 1;
@@ -27,7 +27,7 @@ typedef struct {
     fsdp_world *world;
     fsdp_model *model;
     fsdp_unit *unit[UNITS];
-    fsdp_status status; /* of the call that failed */
+    fsdp_status status; /* status of the call that failed */
     const char *call;
     char text[1100];
     int retried, calls;
@@ -37,7 +37,7 @@ typedef struct {
 
 static void stop_faults(life *x);
 
-/* Runs a call of the life; 0: it has failed, and nothing more is called. */
+/* Notes the status of a call. Returns 0 if it failed: then no more calls are made. */
 static int went_well(life *x, fsdp_status status, const char *call) {
     x->calls++;
     if (status == FSDP_OK) return 1;
@@ -112,7 +112,7 @@ static void live_step(life *x) {
     TRY(x, fsdp_finalize_backward(x->model));
 }
 
-/* Everything that allocates or communicates, once or twice. */
+/* Makes every call that allocates or communicates, once or twice. */
 static void live_on(life *x, int mixed) {
     fsdp_mesh *mesh, *whole;
     fsdp_model_desc md = FSDP_ZERO;
@@ -157,7 +157,7 @@ static void live_on(life *x, int mixed) {
     TRY(x, fsdp_model_reset(x->model));
     TRY(x, fsdp_broadcast(x->world, NULL, &loss, 4, 0));
     TRY(x, fsdp_model_memory(x->model, &memory));
-    /* what was predicted is what there is, also after calls that had to be repeated */
+    /* the prediction equals the measurement, also after repeated calls */
     fsdp_memory again;
     TRY(x, fsdp_model_predict(x->model, &again));
     for (int pool = 0; pool < FSDP_POOL_SCRATCH; pool++)
@@ -183,7 +183,7 @@ static const oom_row oom_rows[] = {
 typedef struct {
     const oom_row *row;
     int64_t n;   /* the allocation that fails; -1: none */
-    int patient; /* with a rank that comes late */
+    int patient; /* with a long deadline */
     fsdp_threads threads;
     life *lives;
     fsdp_status closed[MAX_WORLD];
@@ -209,7 +209,8 @@ static void oom_rank(int rank, int world, void *arg) {
     o->closed[rank] = fsdp_shutdown(x->world);
 }
 
-/* A failure is told with its reason; the others are told which rank it was. */
+/* Checks that the failing rank's text gives the reason, and that the other ranks' texts name
+   that rank. */
 static void oom_check(const oom *o, const life *x, const life *good) {
     int hit = o->lives[o->row->victim].heap.failures > 0;
     char who[20];
@@ -236,7 +237,8 @@ static void oom_check(const oom *o, const life *x, const life *good) {
                 fsdp_status_name(x->status), x->text);
 }
 
-/* Lives with that failure; once more with patience if a rank had not come before the failure. */
+/* Runs a life with that failure; again with a long deadline if a rank timed out before the
+   failure. Returns 1 if the allocation failed. */
 static int oom_live(oom *o, const oom_row *row) {
     int late = 0;
     for (o->patient = 0; o->patient <= late; o->patient++) {
@@ -281,8 +283,8 @@ TEST_P(faults, host_allocations, oom_rows, AT_NIGHT(TSAN) | (row->lanes ? SLOW :
 /* ---- operations of the backend and of the device --------------------------------------------- */
 
 typedef struct {
-    lab_guard guard;   /* of a comm */
-    int64_t at, count; /* operation `at` fails; counted so far */
+    lab_guard guard;   /* guards a comm */
+    int64_t at, count; /* operation `at` fails; number of operations so far */
     fsdp_status status;
     int fired;
     char text[120];
@@ -378,7 +380,7 @@ typedef struct {
     int checked_getters;
 } broken;
 
-/* After the failure of a collective call: the same status everywhere, memory to write to. */
+/* After a failed collective call each call returns the same status, and getters return memory. */
 static void check_sticky(broken *b, life *x) {
     fsdp_status s = x->status;
     fsdp_mesh *mesh;
@@ -499,7 +501,7 @@ TEST_P(faults, operations, op_rows, row->lanes ? SLOW | (row->world > 2 ? AT_NIG
 
 typedef struct {
     int world, lanes, from_thread;
-    int ready; /* ranks that have a model */
+    int ready; /* number of ranks that have a model */
     fsdp_threads threads;
     life lives[MAX_WORLD];
 } ended;
@@ -567,7 +569,7 @@ TEST_P(faults, abort, ended_rows, row->lanes ? SLOW : 0) {
 typedef struct {
     int world, lanes, mixed, cuts;
     fsdp_threads threads;
-    float *expected; /* per rank: shards and gradients after a step that nothing interrupted */
+    float *expected; /* per rank: shards and gradients after an uninterrupted step */
 } resets;
 enum { RESET_CALLS = 3 * (2 * UNITS + 2 * UNITS + 1), RESET_FLOATS = 1024 };
 
@@ -585,7 +587,7 @@ static void reset_build(life *x, fsdp_world *w, int mixed) {
     CALL(w, fsdp_init_params(x->model, fill, NULL));
 }
 
-/* Call `at` of three microbatches, of which two are not reduced. */
+/* Makes call `at` of three microbatches; the first two are without sync. */
 static fsdp_status reset_call(life *x, int at) {
     int per = 4 * UNITS + 1, micro = at / per, k = at % per;
     if (k == 0) CALL(x->world, fsdp_set_requires_gradient_sync(x->model, NULL, micro == 2));
@@ -599,7 +601,7 @@ static fsdp_status reset_call(life *x, int at) {
     return fsdp_post_backward(x->unit[u]);
 }
 
-/* Shards and gradients of this rank. */
+/* Copies this rank's shards and gradients to `out`. */
 static int reset_state(life *x, float *out) {
     fsdp_param_view v = FSDP_ZERO;
     int n = 0;
@@ -627,7 +629,7 @@ static void reset_rank(int rank, int world, void *arg) {
                  s->mixed, cut);
         reset_build(x, w, s->mixed);
         for (int at = 0; at <= cut; at++) CALL(w, reset_call(x, at));
-        if (cut >= 0 && cut % 4 == 1) /* a wrong call is forgotten too */
+        if (cut >= 0 && cut % 4 == 1) /* a wrong call is forgotten, too */
             CHECK_STATUS(fsdp_post_backward(x->unit[0]), FSDP_ERR_INVALID_STATE);
         if (cut >= 0) CALL(w, fsdp_model_reset(x->model));
         for (int u = 0; u < UNITS; u++)
@@ -743,7 +745,7 @@ TEST(faults, world_descs) {
     CHECK(w == NULL);
 }
 
-/* The environment of a launcher; what is wrong in it is named. */
+/* A wrong value in a launcher's environment is named. */
 static void with_env(const char *name, const char *value, fsdp_status expected, const char *word) {
     fsdp_world *w = NULL;
     fsdp_world_desc d = w_desc(0, 0, NULL, NULL, 0);
@@ -788,7 +790,8 @@ TEST(faults, environment) {
     with_env("LOCAL_RANK", "0", FSDP_OK, "");
 }
 
-/* Who asks for no number of lanes has what the backend says, and the text of a model says why. */
+/* The backend sets the default number of worker threads, and the model's description gives the
+   reason. */
 static fsdp_status spread_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
     caps->default_lanes = 2, caps->because = "as this test has it";
@@ -833,7 +836,7 @@ TEST_P(faults, lanes_by_default, runs) {
     h_ranks_proc(2, how_it_runs, (void *)(uintptr_t)(row - runs));
 }
 
-/* Older programs have shorter structs: the fields that they know, and a canary behind them. */
+/* Older programs have shorter structs: only the fields that they know, followed by a canary. */
 #define CUT(type, field, buffer, desc)                                                             \
     do {                                                                                           \
         uint32_t cut_size = (uint32_t)(offsetof(type, field) + 8);                                 \
@@ -925,12 +928,12 @@ TEST(faults, model_descs) {
     CALL(w, fsdp_mesh_create(w, &grid, &mesh));
     fsdp_model_desc md = FSDP_ZERO;
     md.mesh = mesh;
-    REFUSED(w, fsdp_model_create(w, &md, &m), "name"); /* which dim shards? */
+    REFUSED(w, fsdp_model_create(w, &md, &m), "name"); /* the dim that shards is not given */
     grid.ndim = 3, grid.shape[2] = 1;
     CALL(w, fsdp_mesh_create(w, &grid, &mesh));
     md.mesh = mesh;
     REFUSED(w, fsdp_model_create(w, &md, &m), "3");
-    /* an int of the model is checked against the shard group of each unit that takes it */
+    /* an int of the model is checked against the shard group of each unit that uses it */
     md.mesh = NULL, md.reshard_after_forward = 2;
     fsdp_param_desc p = fsdp_vec("b", 4);
     fsdp_unit_desc ud = FSDP_ZERO;
@@ -963,7 +966,7 @@ TEST(faults, model_descs) {
     CHECK(heap.live == 0 && other_heap.live == 0);
 }
 
-/* One unit with one thing wrong; afterwards the model is as before. */
+/* A unit with one wrong field is refused, and the model is unchanged. */
 #define BAD_UNIT_AS(status, change, word)                                                          \
     do {                                                                                           \
         fsdp_param_desc p[2] = {fsdp_mat("good", 4, 4), fsdp_mat("weight", 6, 5)};                 \
@@ -1024,7 +1027,7 @@ TEST(faults, unit_descs) {
     BAD_UNIT((p[1].shape[0] = INT64_MAX, p[1].shape[1] = 0), "'layer'");
     BAD_UNIT((p[1].shape[0] = (int64_t)1 << 31, p[1].shape[1] = (int64_t)1 << 31), "'layer'");
     BAD_UNIT((p[0].shape[0] = p[1].shape[0] = (int64_t)1 << 57), "'layer'");
-    BAD_UNIT(p[1].dtype = FSDP_I32, "'weight'"); /* frozen integers and other floats may be mixed */
+    BAD_UNIT(p[1].dtype = FSDP_I32, "'weight'"); /* only frozen parameters may be integers */
     CALL(w, fsdp_model_predict(m, &after));
     CHECK_EQ_MEM(before.pool_bytes, after.pool_bytes, sizeof before.pool_bytes);
     CALL(w, fsdp_model_commit(m));
@@ -1035,7 +1038,7 @@ TEST(faults, unit_descs) {
     CHECK_EQ_INT(heap.live, 0);
 }
 
-/* A model that nobody can hold: refused at commit with the size, and can be destroyed. */
+/* A model that is too large: commit refuses it with its size, and it can be destroyed. */
 TEST(faults, too_large) {
     w_heap heap;
     fsdp_world *w = one_rank(&heap);
@@ -1120,7 +1123,7 @@ TEST(faults, null_and_range) {
     CALL(w, fsdp_model_create(w, NULL, &m));
     CHECK(fsdp_next_param(m, &v) == 0);
     CALL(w, fsdp_fully_shard(m, &ud, &u));
-    CHECK(lab_undefined(m, fsdp_data(u, 0)) && lab_undefined(m, fsdp_grad(u, 0))); /* not committed */
+    CHECK(lab_undefined(m, fsdp_data(u, 0)) && lab_undefined(m, fsdp_grad(u, 0))); /* uncommitted */
     REFUSED(w, fsdp_init_params(m, NULL, NULL), "fn is NULL");
     REFUSED(w, fsdp_param_at(m, 1, &v), "parameter 1");
     REFUSED(w, fsdp_param_at(m, -1, &v), "parameter -1");
@@ -1166,13 +1169,13 @@ TEST(faults, null_and_range) {
     CHECK(fsdp_grad(u, 0) != NULL && !lab_undefined(m, fsdp_grad(u, 0)));
     CHECK(lab_undefined(m, fsdp_grad(u, 7)) && lab_undefined(m, fsdp_grad(u, -1)));
     CALL(w, fsdp_post_backward(u));
-    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_ARG); /* parameter 1, the first one */
+    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_ARG); /* parameter 1, as the first */
     CALL(w, fsdp_finalize_backward(m));
     CALL(NULL, fsdp_shutdown(w));
     CHECK_EQ_INT(heap.live, 0);
 }
 
-/* What goes wrong is told to the logger of the desc, once, at its level. */
+/* The desc's logger gets each failure once, at its level. */
 TEST(faults, logger) {
     fsdp_world_desc d = w_desc(0, 1, NULL, NULL, 0);
     fsdp_world *w;

@@ -1,13 +1,12 @@
-/* test_golden_events.c - PyTorch's hook calls and what its FSDP2 did in each of them, recorded in
-   tests/golden/events_*.txt, once more through this library: the same calls, and after each one the
-   list of what the library did is compared with the `emit` lines, line by line. Every case is run;
-   one that the library cannot express is left with a message that says why.
+/* test_golden_events.c - replays PyTorch's hook calls, recorded with the effects of FSDP2 in
+   tests/golden/events_*.txt. After each call the list of the library's effects is compared with the
+   `emit` lines, line by line. Every case is run. The rest of a case that the library cannot express
+   is skipped with a message that says why.
 
-   One process plays rank 0 of any world on the test device of sim.h. An observer of the op records
-   and a look at the units' states turn what the library does into lines of upstream's vocabulary
-   (`got`); upstream's lines (`want`) are taken as they are but for the rules below. Each rule is
-   one difference that is meant, says why, and is counted when it is used. Whatever no rule covers
-   fails, on either side.
+   One process plays rank 0 of any world on the test device of sim.h. Ops and unit states become
+   lines in upstream's vocabulary (`got`). Upstream's lines (`want`) are compared as they are,
+   except for the rules below. Each rule is an intended difference, gives its reason, and is counted
+   when it is used. A difference on either side that no rule covers fails.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -19,65 +18,63 @@
 /* ---- the rules ------------------------------------------------------------------------------- */
 
 enum {
-    /* The model is the root, and there is no detection of a root. Upstream's root without a
-       reshard_after_forward stays unsharded; here the program says so. */
+    /* The model is the root; roots are not detected. Upstream's root without a
+       reshard_after_forward stays unsharded; here the program sets that. */
     RULE_ROOT,
-    /* Upstream's modules without parameters have hooks without effects; here there is no unit. */
+    /* Upstream's modules without parameters have hooks without effects; here they are no units. */
     RULE_NO_UNIT,
-    /* Setters that cannot change a result here: reductions are sums with explicit factors
-       always, and how many reduce inputs are in flight follows from the pools. */
+    /* Setters that cannot change a result here: reductions are always sums with explicit
+       factors, and the number of reduce inputs in flight follows from the pools. */
     RULE_NO_SETTER,
-    /* AVG, PREMUL and `divide` are one thing: SUM with factors before and after, which every
-       backend can do. Compared: what each microbatch's gradients are multiplied with in the
-       end. */
+    /* AVG, PREMUL and `divide` are SUM with factors before and after it, which every backend
+       supports. The test compares the final factor of each microbatch's gradients. */
     RULE_SUM,
-    /* Upstream divides a second time where one rank is the whole shard group, and does not log
-       it. Once is right. */
+    /* Upstream divides twice if one rank is the whole shard group, and does not log the second
+       division. Dividing once is correct. */
     RULE_DIVIDE_ONCE,
-    /* A rank that has no one to shard with pads each shard, so that all parameters begin at multiples
-       of 64 bytes (streams: 256); the sums over the replicas have the padding. */
+    /* A rank that is the whole shard group pads each shard, so that parameters begin at
+       multiples of 64 bytes (streams: 256); the sums over the replicas contain the padding. */
     RULE_ALIGNED,
-    /* The reduce layout is static: the parameters of a unit that are not used are reduced as zeros
-       beside those that are. */
+    /* The reduce layout is static: a unit's unused parameters are reduced as zeros with its used
+       ones. */
     RULE_STATIC,
-    /* What earlier microbatches left over the replicas to be summed goes straight to the all-
-       reduce, or waits on; upstream scatters zeros first, in a backward that did not reach the
-       unit. */
+    /* Partial sums of earlier microbatches go straight to the all-reduce, or keep waiting.
+       Upstream reduce-scatters zeros first, in a backward that did not reach the unit. */
     RULE_LEFTOVERS,
-    /* A unit that backward did not reach is not reduced, on any rank: all ranks call the same
-       hooks. Upstream reduces zeros then, if reduce_scatter_unused_params is set. */
+    /* A unit that backward did not reach is not reduced on any rank: all ranks call the same
+       hooks. Upstream reduces zeros if reduce_scatter_unused_params is set. */
     RULE_UNREACHED,
-    /* With one shard there are no sums over the shards to be kept: the full gradients wait. */
+    /* With one shard there are no sums over the shards to keep: the full gradients wait. */
     RULE_ONE_SHARD_SUMS,
-    /* A fused reduction reads the gradients where and as they were written, in the parameters'
-       dtype. Only in the run with a backend that can. */
+    /* A fused reduction reads the gradients as they were written, in the parameters' dtype. Only
+       in the run with a backend that fuses. */
     RULE_FUSED,
     /* A line that says only that finalize runs post_backward; its effects have their own lines. */
     RULE_FINALIZE,
-    /* With one shard there is no collective: no record of a gather shows its state, or which of
-       several prefetches came first. */
+    /* With one shard there is no collective: no op of a gather shows its state, or the order of
+       several prefetches. */
     RULE_ONE_SHARD,
-    /* Parameters of several dtypes are gathered as bytes, also where the policy casts them all to
-       one. */
+    /* Parameters of several dtypes are gathered as bytes, even if the policy casts them all to
+       one dtype. */
     RULE_BYTES,
     /* A unit without elements gathers nothing. */
     RULE_EMPTY,
-    /* Gathers that nobody waited for are dropped in each unit's turn, not after the last unit. */
+    /* Gathers without a wait are dropped in each unit's turn, not after the last unit. */
     RULE_DROP,
-    /* reshard drops such a gather; upstream keeps it, though its parameters may be changed
+    /* reshard drops a gather without a wait. Upstream keeps it, though its parameters may change
        meanwhile. */
     RULE_KEPT,
-    /* Such a gather has taken the slice that was kept after forward with it; upstream keeps that
-       without reshard_after_backward, and gathers it again. */
+    /* A gather without a wait consumed the slice that was kept after forward. Without
+       reshard_after_backward upstream keeps the slice, and gathers it again. */
     RULE_SLICE,
-    /* Evaluation forwards are not recorded; upstream records them, and prefetches in backward what
-       came before a unit in one of them. */
+    /* Evaluation forwards are not recorded. Upstream records them, and prefetches in backward
+       the unit before a unit in one of them. */
     RULE_EVALUATION,
-    /* pre_backward of a unit whose backward is open does nothing; upstream prefetches what it was
-       told to once more. */
+    /* pre_backward of a unit whose backward is open does nothing. Upstream prefetches the unit's
+       list again. */
     RULE_AGAIN,
-    /* zero_grad forgets the shard gradients, and nothing else, in every state; upstream forgets
-       those of the tensors that are registered, which are the full ones of unsharded units. */
+    /* zero_grad drops the shard gradients, and nothing else, in every state. Upstream drops
+       those of the registered tensors, which are the full ones in unsharded units. */
     RULE_ZERO_GRAD,
     NUM_RULES
 };
@@ -109,55 +106,55 @@ static const char *const rule_names[NUM_RULES] = {
 /* ---- a case ---------------------------------------------------------------------------------- */
 
 enum { TEXT = 96, MICROBATCHES = 64 };
-enum { BEGUN = 1, DONE = 2 };                    /* how far a unit's backward is */
+enum { BEGUN = 1, DONE = 2 };                    /* progress of a unit's backward */
 enum { SCATTER = 1, REPLICAS = 2, PARTIAL = 4 }; /* the lines of a reduction */
 
 typedef struct {
     fsdp_dtype dtype;
     int trains, shard_dim, ndim;
     int64_t shape[FSDP_MAX_DIMS], numel, shard_numel; /* shard_numel: with padding */
-    /* What must follow from the calls: a full gradient waits for its reduction; it is in sums that
-       wait for the all-reduce; there is a shard gradient. In upstream, and here. */
+    /* State that follows from the calls: a full gradient waits for its reduction; it is in sums
+       that wait for the all-reduce; there is a shard gradient. Upstream's state, then ours. */
     int pending, partial, sharded;
     int our_pending, our_partial, our_sharded;
 } param;
 
-typedef struct {               /* what a module's gradients are multiplied with, one by one */
-    int num, scattered, fresh; /* fresh: autograd has been there since the latest post_backward */
+typedef struct {               /* factors of a module's gradients, by microbatch */
+    int num, scattered, fresh; /* fresh: a gradient was written since post_backward */
     double theirs[MICROBATCHES], ours[MICROBATCHES];
 } factors;
 
 typedef struct {
-    int parent, num; /* num: without the ignored ones; 0: there is no unit */
+    int parent, num; /* num: without ignored ones; 0: no unit */
     char raf[24];
     fsdp_dtype param_dtype, reduce_dtype;
     param *params;
     fsdp_unit *unit;
     int sync, all_reduce, reduce_unused; /* as set by the calls */
     double divide;                       /* 0: not set */
-    /* Upstream. */
-    int gathered;               /* has been unsharded */
-    int lost;                   /* a slice that upstream still has */
+    /* Upstream: */
+    int gathered;               /* it has been unsharded */
+    int lost;                   /* upstream still has a slice */
     int empty;                  /* it has no elements */
-    int kept;                   /* a gather is under way that we have dropped */
-    int last[2];                /* entry of its latest forward: their record, ours */
-    int left;                   /* lines still to come of the reduction of this call */
+    int kept;                   /* upstream has a gather under way that we have dropped */
+    int last[2];                /* entry of its latest forward: theirs, ours */
+    int left;                   /* upstream's lines that this call's reduction must still have */
     int64_t collected, reduced; /* elements of a rank that they reduce, that we reduce */
-    int todo;                   /* our lines still to come of it */
-    int held;                   /* full gradients wait here, or zeros for all ranks' sake */
-    int survived;               /* some that a zero_grad has dropped there */
-    int sums, sums_before;      /* we hold sums that wait for the all-reduce; before this call */
-    int listed;                 /* it has a list of what to prefetch in backward */
+    int todo;                   /* our lines that this call's reduction must still have, as bits */
+    int held;                   /* full gradients wait, or zeros for other ranks */
+    int survived;               /* a gradient waits here that upstream's zero_grad dropped */
+    int sums, sums_before;      /* we hold sums that wait for the all-reduce: now, before */
+    int listed;                 /* it has a prefetch list for backward */
     int reached;                /* by this backward: BEGUN, DONE */
-    double pre, post;           /* of the line `divide` */
+    double pre, post;           /* factors of the line `divide` */
     char gather[TEXT];          /* the latest all-gather over the whole group */
-    /* Seen here. */
-    char base;         /* S, P, U as upstream would say */
-    int flight, waits; /* a gather is under way; the record of its wait was seen */
-    int issuing;       /* the gather's records are being made; the state follows them */
-    char state;        /* of the latest copy-in */
-    int open;          /* a reduction that has not reached its end in this call */
-    double scale[2];   /* of this call's copies to the sum, and from it; 0: none yet */
+    /* Seen here: */
+    char base;         /* S, P or U, in upstream's words */
+    int flight, waits; /* a gather is under way; its WAIT op was seen */
+    int issuing;       /* ops of the gather are being issued; the state follows them */
+    char state;        /* training state of the latest copy-in */
+    int open;          /* a reduction that has not ended in this call */
+    double scale[2];   /* this call's copies into the sum, and out of it; 0: none yet */
     char sum[TEXT];    /* dtype and elements of its partial sum */
     factors f;
 } unit;
@@ -174,15 +171,15 @@ typedef struct { /* one `emit` line */
     double a, b;
 } emit;
 
-typedef struct { /* how a case is run */
+typedef struct { /* the way a case is run */
     const char *name;
     int async, fused;
     int64_t direct_min;
 } variant;
 
-typedef struct { /* forwards in order: the unit, and the entry of its forward before */
+typedef struct { /* forwards in order: the unit, and the entry of its previous forward */
     int (*entry)[2];
-    int num, cap, target; /* target: what the latest pre_backward prefetches, -1: nothing */
+    int num, cap, target; /* target: prefetched by the latest pre_backward; -1: none */
 } record;
 
 typedef struct {
@@ -194,17 +191,17 @@ typedef struct {
     unit *units;
     int *order; /* units in the order of their creation */
     char call[64];
-    int turn; /* of the units, within finalize, and in lines of gradients */
+    int turn; /* index of the next unit in finalize, and in lines of gradients */
     int call_unit, num_emits, cap_emits, line;
     emit *emits;
-    int training;       /* the current forward is recorded here too */
-    int again;          /* this is a pre_backward of a unit whose backward is open */
+    int training;       /* the current forward is recorded here, too */
+    int again;          /* a pre_backward of a unit whose backward is open */
     record forwards[2]; /* theirs, ours */
     list want, got;
-    const char *skip; /* why the rest of the case cannot be replayed */
+    const char *skip; /* the reason why the rest of the case cannot be replayed */
 } replay;
 
-static struct { /* of all cases */
+static struct { /* totals over all cases */
     int64_t cases, skipped, calls, emits, status, ops[FSDP_OP_COUNT], reductions, rules[NUM_RULES];
 } seen;
 
@@ -252,7 +249,7 @@ static void cut(list *l, int at, int count) {
     l->num -= count;
 }
 
-/* The line "what unit ...", or -1. */
+/* Returns the index of the line "`what` `unit_index` ...", or -1. */
 static int find(const list *l, const char *what, int unit_index) {
     char start[TEXT];
     int length = snprintf(start, sizeof start, "%s %d ", what, unit_index);
@@ -269,7 +266,7 @@ static int is_below(const replay *r, int at, int top) {
     return at == top;
 }
 
-/* ---- what the library does, in upstream's words ---------------------------------------------- */
+/* ---- the library's effects in upstream's words ----------------------------------------------- */
 
 static int number_of(const replay *r, const fsdp_unit *u) {
     for (int i = 0; i < r->num_units; i++)
@@ -277,15 +274,15 @@ static int number_of(const replay *r, const fsdp_unit *u) {
     return -1;
 }
 
-/* A unit has changed its storage since the last look. Upstream's state of a gather under way is
-   that from before it. */
+/* Adds the lines of a unit's storage change since the last look. While a gather is under way,
+   upstream's state is the one before it. */
 static void look_at(replay *r, int i) {
     unit *u = &r->units[i];
     fsdp_storage_state now = fsdp_unit_storage(u->unit);
     int open = now == FSDP_STORAGE_IN_FLIGHT || now == FSDP_STORAGE_UNSHARDED;
     if (u->issuing && !open) return;
     u->issuing = 0;
-    if (open && !u->flight && u->base != 'U') { /* no collective has told us */
+    if (open && !u->flight && u->base != 'U') { /* no collective has shown it */
         put(&r->got, "unshard %d %c", i, u->state ? u->state : '?');
         u->flight = 1;
     }
@@ -303,7 +300,7 @@ static void look_at(replay *r, int i) {
     if (now != FSDP_STORAGE_IN_FLIGHT) u->flight = u->waits = u->state = 0;
 }
 
-/* First those that were waited for: their state has changed before that of others. */
+/* Looks first at the units with a WAIT: their state changed before that of other units. */
 static void look(replay *r) {
     for (int waits = 1; waits >= 0; waits--)
         for (int k = 0; k < r->num_units; k++) {
@@ -312,7 +309,7 @@ static void look(replay *r) {
         }
 }
 
-/* What was reduced over the shards, and not over the replicas, is a partial sum. */
+/* Adds a partial sum for each unit that was reduced over the shards, but not over the replicas. */
 static void close_partials(replay *r, int except) {
     for (int k = 0; k < r->num_units; k++) {
         unit *u = &r->units[r->order[k]];
@@ -326,8 +323,8 @@ static void multiply(double *a, int from, int to, double by) {
     for (int i = from; i < to; i++) a[i] *= by;
 }
 
-/* One op of the several, one per pair of dtypes, that bring gradients to a sum or away from it: all
-   of them multiply with the same number, which counts once. */
+/* Multiplies the factors with an op's scale. The copies into a sum or out of it are one op per
+   pair of dtypes, all with the same scale, which counts once. */
 static void scaled(replay *r, unit *u, int side, const fsdp_op *op, int from) {
     NEED(r, u->scale[side] == 0 || u->scale[side] == op->scale, "%s with %g, and with %g",
          fsdp_label_name(op->label), u->scale[side], op->scale);
@@ -335,7 +332,8 @@ static void scaled(replay *r, unit *u, int side, const fsdp_op *op, int from) {
     u->scale[side] = op->scale;
 }
 
-/* Copies are the library's own business, but for what they multiply gradients with. */
+/* Checks a copy: copies have no lines, only their scales count. Returns 0 if the op is
+   unexpected. */
 static int saw_copy(replay *r, int i, const fsdp_op *op) {
     unit *u = &r->units[i];
     factors *f = &u->f;
@@ -346,7 +344,7 @@ static int saw_copy(replay *r, int i, const fsdp_op *op) {
         return op->scale == 1;
     case FSDP_LABEL_COPY_OUT:
     case FSDP_LABEL_SLICE: return op->scale == 1;
-    case FSDP_LABEL_ACC: /* adding: to what earlier microbatches have brought here */
+    case FSDP_LABEL_ACC: /* accumulating: only the newest microbatch is copied */
         scaled(r, u, 0, op, op->accumulate ? f->num - 1 : r->W > 1 ? f->scattered : 0);
         return 1;
     case FSDP_LABEL_PARTIAL:
@@ -362,7 +360,7 @@ static int saw_copy(replay *r, int i, const fsdp_op *op) {
     }
 }
 
-/* Every collective is one of these. */
+/* Adds the lines of a collective. Returns 0 if the op is unexpected. */
 static int saw_collective(replay *r, int i, const fsdp_op *op) {
     unit *u = &r->units[i];
     long long count = (long long)op->count, all = count * op->group_size;
@@ -476,7 +474,7 @@ static void read_param(replay *r) {
         p->numel *= rows;
         p->shard_numel *= d == p->shard_dim ? (rows + r->W - 1) / r->W : rows;
     }
-    if (ignored) memset(p, 0, sizeof *p); /* it is not the unit's */
+    if (ignored) memset(p, 0, sizeof *p); /* an ignored parameter is not the unit's */
     else u->num++;
 }
 
@@ -489,7 +487,7 @@ static int raf_of(const replay *r, int i) {
     if (!strcmp(raf, "true")) return FSDP_RESHARD_ALWAYS;
     if (!strcmp(raf, "false")) return FSDP_RESHARD_NEVER;
     CHECK_MSG(*raf && !*end, "reshard_after_forward '%s'", raf);
-    if (n == 1) return FSDP_RESHARD_NEVER; /* upstream takes 1 for false, and W for true */
+    if (n == 1) return FSDP_RESHARD_NEVER; /* upstream treats 1 as false, and W as true */
     return n == r->W ? FSDP_RESHARD_ALWAYS : (int)n;
 }
 
@@ -517,8 +515,8 @@ static void make_unit(replay *r, int i) {
     free(p);
 }
 
-/* Upstream finalizes modules before the modules inside them; here units have the order in which
-   they were made. */
+/* Makes the units in upstream's order of finalize: a module before the modules inside it. Here
+   finalize uses the order of creation. */
 static void make_units(replay *r, int top) {
     r->order[r->num_made++] = top;
     make_unit(r, top);
@@ -558,8 +556,8 @@ static void build(replay *r) {
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
-/* One microbatch more whose gradients are on their way; they may be zeros that are reduced because
-   reduce_scatter_unused_params says so. */
+/* Counts a microbatch whose gradients will be reduced. Its gradients may be zeros that
+   reduce_scatter_unused_params adds. */
 static void count_microbatch(replay *r, unit *u) {
     factors *f = &u->f;
     int zeros = f->num == 0 && u->reduce_unused && u->reached == BEGUN;
@@ -582,7 +580,8 @@ static void record_forward(replay *r, unit *u, int side) {
     u->last[side] = f->num++;
 }
 
-/* The unit whose forward came before the latest one of this unit that has not run backward. */
+/* Notes the prefetch target of a pre_backward: the unit whose forward came before this unit's
+   latest forward that has not run backward. */
 static void implicit_target(replay *r, unit *u, int side) {
     record *f = &r->forwards[side];
     int at = u->last[side];
@@ -619,7 +618,7 @@ static void do_unshard(replay *r, unit *u) {
     if (!async) DO(r, fsdp_wait(u->unit));
 }
 
-/* Autograd has put or added a gradient into parameter P. */
+/* Writes or adds a gradient into parameter P, as autograd did. */
 static void do_grad(replay *r, unit *u) {
     int64_t p = golden_int(r->g);
     if (p < 0 || p >= u->num) golden_fail(r->g, "there is no parameter %lld", (long long)p);
@@ -660,7 +659,7 @@ static void do_prefetch(replay *r, unit *u, int forward) {
     free(targets);
 }
 
-/* METHOD of one unit. Returns 0: there is no such setter. */
+/* Sets METHOD of one unit. Returns 0 if there is no such setter. */
 static int set_one(replay *r, unit *u, double value) {
     const char *method = r->call;
     int on = (int)value;
@@ -691,7 +690,7 @@ static int set_one(replay *r, unit *u, double value) {
 static void do_setter(replay *r) {
     int recurse = (int)golden_int(r->g);
     double value = golden_num(r->g);
-    if (!strcmp(r->call, "set_is_last_backward")) { /* of the whole tree, whoever is asked */
+    if (!strcmp(r->call, "set_is_last_backward")) { /* sets the whole tree, from any unit */
         r->last = (int)value;
         DO(r, fsdp_set_is_last_backward(r->model, r->last));
         return;
@@ -737,7 +736,7 @@ static void do_call(replay *r) {
     look(r);
 }
 
-/* ---- what upstream did ----------------------------------------------------------------------- */
+/* ---- upstream's effects ---------------------------------------------------------------------- */
 
 static void read_emit(replay *r) {
     golden *g = r->g;
@@ -766,8 +765,8 @@ static void read_emit(replay *r) {
     }
 }
 
-/* Upstream's post_backward of a unit: which gradients it collects follows from the calls, and how
-   many lines that gives. */
+/* Computes upstream's post_backward of a unit: the gradients that it reduces, and its number of
+   lines. */
 static void their_reduction(replay *r, unit *u) {
     int final = r->R == 1 || u->all_reduce;
     u->collected = u->left = 0;
@@ -783,14 +782,14 @@ static void their_reduction(replay *r, unit *u) {
     }
 }
 
-/* Elements of a shard in our reductions. */
+/* Returns the elements of a parameter's shard in our reductions. */
 static int64_t stored_numel(const replay *r, const unit *u, const param *p) {
     const fsdp_dtype gathered = u->param_dtype ? u->param_dtype : p->dtype;
     const int64_t grain = (r->v->async ? 256 : 64) / (int64_t)fsdp_dtype_size(gathered);
     return r->W > 1 ? p->shard_numel : (p->shard_numel + grain - 1) / grain * grain;
 }
 
-/* The same for ours: what is reduced, and by which ops. */
+/* Computes our post_backward of a unit: the elements that it reduces, and its ops. */
 static void our_reduction(replay *r, unit *u) {
     int pending = 0, final = r->R == 1 || u->all_reduce;
     u->reduced = u->todo = 0;
@@ -821,7 +820,7 @@ static void reduction_point(replay *r, int i) {
     our_reduction(r, &r->units[i]);
 }
 
-/* A line of upstream's reduction. Returns 0: there is no such op here, for a reason. */
+/* Takes a line of upstream's reduction. Returns 0 if a rule says that we have no such op. */
 static int ours_too(replay *r, unit *u, int op) {
     NEED(r, u->left-- > 0, "a reduction that does not follow from the calls");
     int due = (u->todo & op) != 0;
@@ -834,7 +833,7 @@ static int ours_too(replay *r, unit *u, int op) {
     return 0;
 }
 
-/* The end of a reduction: each microbatch has been multiplied with the same number. */
+/* Checks at the end of a reduction that both multiply each microbatch by the same factor. */
 static void compare_factors(replay *r, unit *u, int final) {
     factors *f = &u->f;
     for (int i = 0; i < f->num && final; i++)
@@ -852,8 +851,8 @@ static double factor_of(const emit *e) {
     return !strcmp(e->op, "AVG") ? 1.0 / e->group : 1.0;
 }
 
-/* A reduce-scatter, an all-reduce or a partial sum: as many elements as follow from the calls; ours
-   has those of the parameters that are not used, too. */
+/* Checks the elements of a reduction line against the calls. Returns our number of elements,
+   which includes unused parameters. */
 static int64_t reduced_numel(replay *r, unit *u, int64_t numel) {
     int64_t all = 0;
     for (int k = 0; k < u->num; k++) all += u->params[k].trains ? u->params[k].shard_numel : 0;
@@ -868,8 +867,8 @@ static int widens(fsdp_dtype to, fsdp_dtype from) {
     return to == FSDP_F32 && fsdp_dtype_size(from) == 2;
 }
 
-/* A fused reduction reads gradients of one dtype as they are, unless earlier microbatches have been
-   added up in the reduction's. */
+/* Returns the dtype of our reduction. A fused one reads gradients of one dtype as they were
+   written, unless gradients of earlier microbatches were accumulated in the reduction's dtype. */
 static const char *reduce_dtype(replay *r, unit *u, const char *dtype) {
     fsdp_dtype written = FSDP_DTYPE_KEEP, red = dtype_of(r->g, dtype);
     for (int k = 0; k < u->num; k++) {
@@ -883,7 +882,8 @@ static const char *reduce_dtype(replay *r, unit *u, const char *dtype) {
     return fsdp_dtype_name(written);
 }
 
-/* A line of an all-gather: as it is, in bytes, or of the whole group when the slice is lost. */
+/* Adds the line of an all-gather: as recorded, in bytes, or over the whole group if the slice is
+   lost. */
 static void expect_gather(replay *r, const emit *e) {
     unit *u = &r->units[e->unit];
     list *l = &r->want;
@@ -940,7 +940,7 @@ static void expect_partial(replay *r, const emit *e) {
     compare_factors(r, u, 0);
 }
 
-/* One rank reduces without a line. */
+/* Ends the reduction of a single rank, which has no line. */
 static void one_rank(replay *r, int i) {
     unit *u = &r->units[i];
     if (r->R * r->W > 1 || !u->sync) return;
@@ -949,7 +949,7 @@ static void one_rank(replay *r, int i) {
     compare_factors(r, u, 1);
 }
 
-/* A reduction of nothing but what a zero_grad has dropped upstream. */
+/* Adds our reduction of gradients that upstream's zero_grad has dropped. */
 static void only_ours(replay *r, int i) {
     unit *u = &r->units[i];
     fsdp_dtype red = u->reduce_dtype;
@@ -969,8 +969,8 @@ static void only_ours(replay *r, int i) {
     u->todo = u->survived = 0;
 }
 
-/* The next unit in the order of their creation, from entry `at` on, whose post_backward is left to
-   finalize; the number of units: none. */
+/* Returns the order index, from `at` on, of the next unit whose post_backward is left to
+   finalize; without one, the number of units. */
 static int next_unfinished(const replay *r, int at) {
     while (at < r->num_units) {
         const unit *u = &r->units[r->order[at]];
@@ -980,7 +980,7 @@ static int next_unfinished(const replay *r, int at) {
     return at;
 }
 
-/* Upstream's lines as ours should be. */
+/* Adds an upstream line in the form that ours must have. */
 static void expect(replay *r, const emit *e) {
     unit *u = &r->units[e->unit];
     list *l = &r->want;
@@ -1009,9 +1009,9 @@ static void expect(replay *r, const emit *e) {
     else broken(r, "an unknown line: emit %s", e->what);
 }
 
-/* ---- comparing ------------------------------------------------------------------------------- */
+/* ---- comparison ------------------------------------------------------------------------------ */
 
-/* Gathers that nobody waited for. */
+/* Compares drops of gathers without a wait, and removes their lines. */
 static void settle_drops(replay *r) {
     int finalize = !strcmp(r->call, "finalize_backward");
     for (int i = 0; i < r->num_units; i++) {
@@ -1035,7 +1035,7 @@ static void settle_drops(replay *r) {
         else NEED(r, theirs < 0 && ours < 0, "the gather of unit %d is dropped by one only", i);
         int again = find(&r->got, "unshard", i), gather = find(&r->got, "all_gather", i);
         if (!u->kept || again < 0 || find(&r->want, "unshard", i) >= 0) continue;
-        u->kept = 0; /* they use it now, or ask for it again */
+        u->kept = 0; /* upstream uses the kept gather, or issues it again */
         if (gather >= 0) {
             NEED(r, gather == again + 1 && !strcmp(r->got.text[gather], u->gather),
                  "unit %d is gathered again, but not as before", i);
@@ -1045,7 +1045,8 @@ static void settle_drops(replay *r) {
     }
 }
 
-/* A prefetch that only upstream issues: they have a gather under way now that we have not. */
+/* Removes a prefetch that only upstream issues, by rule `which`, and notes that upstream has a
+   gather under way that we have not. */
 static void only_theirs(replay *r, int i, int which) {
     int at = find(&r->want, "unshard", i), gather = find(&r->want, "all_gather", i);
     if (i < 0 || i == r->call_unit || at < 0) return;
@@ -1055,14 +1056,15 @@ static void only_theirs(replay *r, int i, int which) {
     cut(&r->want, at, gather == at + 1 ? 2 : 1);
 }
 
-/* Prefetches out of upstream's record of forwards, and of a second pre_backward. */
+/* Removes prefetches that upstream takes from evaluation forwards or issues in a second
+   pre_backward. */
 static void settle_prefetches(replay *r) {
     if (r->forwards[0].target != r->forwards[1].target)
         only_theirs(r, r->forwards[0].target, RULE_EVALUATION);
     for (int i = 0; i < r->num_units && r->again; i++) only_theirs(r, i, RULE_AGAIN);
 }
 
-/* Behind the last line of a finalize. */
+/* Resets the state of a backward after finalize. */
 static void end_backward(replay *r) {
     if (strcmp(r->call, "finalize_backward") != 0) return;
     for (int i = 0; i < r->num_units; i++) {
@@ -1078,7 +1080,8 @@ static int by_text(const void *a, const void *b) {
     return strcmp((const char *)a, (const char *)b);
 }
 
-/* Without a collective no record shows the state or the order of prefetches. */
+/* Removes from the lines what no op shows without a collective: a prefetch's state, and the
+   order of prefetches. */
 static void settle_quiet(replay *r) {
     for (int side = 0; side < 2; side++) {
         list *l = side ? &r->got : &r->want;

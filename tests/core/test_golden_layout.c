@@ -1,4 +1,4 @@
-/* test_golden_layout.c - shard math against PyTorch: chunk.txt and layout.txt, exactly.
+/* test_golden_layout.c - shard math compared with PyTorch's: chunk.txt and layout.txt, exactly.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -27,7 +27,8 @@ static void check_chunk(golden *g) {
     free(want);
 }
 
-/* The shape of a rank's shard, without padding; 0 along the sharded dim if it has no elements. */
+/* Computes the shape of a rank's shard, without padding; 0 along the sharded dim if it has no
+   elements. */
 static void shard_shape(const int64_t *shape, int ndim, int dim, int world, int rank,
                         int64_t *out) {
     fsdp_range range;
@@ -74,7 +75,8 @@ typedef struct {
     int64_t checks;
 } group;
 
-/* PyTorch packs every parameter; here that is what happens below a threshold out of reach. */
+/* Lays out a unit as PyTorch does, which packs every parameter: no parameter reaches the
+   threshold. */
 static void lay_out(group *u, int rank) {
     memset(&u->layout, 0, sizeof u->layout);
     u->layout.world = u->world, u->layout.rank = rank;
@@ -96,8 +98,8 @@ static void fill_slot(group *u) {
     }
 }
 
-/* What a reduce-scatter of one rank's slot leaves in rank `rank`'s flat shard; and, since the
-   values are the parameters themselves, what that rank gives to an all-gather. */
+/* Checks the result of a reduce-scatter of one rank's slot in rank `rank`'s flat shard. As the
+   values are the parameters themselves, it is also that rank's input of an all-gather. */
 static void check_row(group *u, golden *g) {
     int64_t rank = golden_int(g), count = golden_int(g);
     int64_t *flat = numbers(u->layout.shard_numel), *want = numbers(count);
@@ -259,7 +261,7 @@ TEST(golden_reader, missing_file) {
     write_file("");
     CHECK(!golden_open(&g, "other.txt", "kind") && g.missing && strstr(g.error, "other.txt"));
     golden_close(&g);
-    CHECK_EQ_INT(setenv("FSDP_GOLDEN_DIR", GOLDEN_DIR, 1), 0); /* the project's own must be whole */
+    CHECK_EQ_INT(setenv("FSDP_GOLDEN_DIR", GOLDEN_DIR, 1), 0); /* the project's own are complete */
     CHECK(!golden_open(&g, "other.txt", "kind") && !g.missing);
     golden_close(&g);
 }

@@ -1,7 +1,7 @@
-/* test_golden_train.c - PyTorch's training runs, recorded in tests/golden/train_*.txt, once more
-   through this library on thread ranks: the gradients of the first step, the losses of every step
-   and rank, norms and final parameters. Lanes, layout and the way of reducing must not change a
-   bit of them. Every case is run.
+/* test_golden_train.c - repeats PyTorch's training runs, recorded in tests/golden/train_*.txt, on
+   thread ranks, and compares the gradients of the first step, the losses of every step and rank,
+   norms and final parameters. Worker threads, layout and kind of reduction must not change a bit.
+   Every case is run.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
@@ -15,16 +15,16 @@ enum { STEPS = 10, MAX_LAYERS = 16, MAX_PARAMS = 64, MAX_OPTS = 4, MAX_RANKS = 6
 /* ---- a case ---------------------------------------------------------------------------------- */
 
 typedef struct {
-    char name[24]; /* its first letter tells what it is for */
+    char name[24]; /* its first letter is its role in the model */
     int unit, index, shard_dim, trains, ndim;
     int64_t shape[FSDP_MAX_DIMS], numel;
-    int64_t at; /* of its lab_doubles in an array of those of all parameters */
+    int64_t at; /* index of its first value in an array over all parameters */
     uint64_t seed;
     double scale;
-    int64_t grads; /* how many lab_doubles the record `grad` has; 0: none */
+    int64_t grads; /* number of values in the record `grad`; 0: none */
 } param;
 
-typedef struct { /* of one optimizer */
+typedef struct { /* one optimizer */
     int sgd;
     double lr, a, b, c, decay; /* sgd: momentum, dampening, nesterov; adamw: betas, eps */
     double *loss, *norm, *final;
@@ -36,7 +36,7 @@ typedef struct {
     int replicas, shards, ranks, raf, layers, micro, no_sync, no_all_reduce;
     int tied[MAX_LAYERS + 1], cond;
     fsdp_dtype param_dtype, reduce_dtype; /* KEEP: not given */
-    fsdp_dtype type, sum_type;            /* of all values; of the reduction */
+    fsdp_dtype type, sum_type;            /* dtype of all values; of the reduction */
     int64_t dims[MAX_LAYERS + 1], batch, total, most, wide;
     uint64_t seed;
     double divide, clip_p, max_norm; /* 0: not given */
@@ -56,7 +56,7 @@ static fsdp_dtype read_dtype(golden *g) {
     return FSDP_DTYPE_KEEP;
 }
 
-/* An integer of lowest .. highest; lowest and an error when it is not. */
+/* Reads an integer from lowest to highest. On failure sets an error, and returns lowest. */
 static int read_int(golden *g, int lowest, int highest) {
     int64_t x = golden_int(g);
     if (x >= lowest && x <= highest) return (int)x;
@@ -93,7 +93,7 @@ static void read_param(test_case *c, golden *g) {
     c->num_params++;
 }
 
-/* `P n v[n]` into the place of the parameter in an array. */
+/* Reads `P n v[n]` into the parameter's values in an array over all parameters. */
 static int64_t read_values(test_case *c, golden *g, double **all) {
     param *p = &c->params[read_int(g, 0, c->num_params - 1)];
     int64_t count = golden_int(g);
@@ -120,7 +120,7 @@ static void read_opt(test_case *c, golden *g) {
 static void read_result(test_case *c, golden *g) {
     opt *o = c->num_opts ? &c->opts[c->num_opts - 1] : NULL;
     int is_loss = golden_is(g, "loss"), is_norm = golden_is(g, "norm");
-    if (!is_loss && !is_norm && !golden_is(g, "final")) return; /* other keys are passed over */
+    if (!is_loss && !is_norm && !golden_is(g, "final")) return; /* other keys are skipped */
     if (!o) golden_fail(g, "no optimizer");
     if (!o || g->error[0]) return;
     if (is_loss) {
@@ -166,7 +166,7 @@ static void read_header(test_case *c, golden *g) {
     else read_result(c, g);
 }
 
-/* The whole case; every record that has to be there is. */
+/* Reads a whole case, and checks that all required records exist. */
 static void read_case(test_case *c, golden *g) {
     memset(c, 0, sizeof *c);
     snprintf(c->name, sizeof c->name, "%s", g->name);
@@ -198,7 +198,7 @@ static void free_case(test_case *c) {
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
-typedef struct { /* what one rank comes to */
+typedef struct { /* the results of one rank */
     double *loss, norm[STEPS], *grad, *clipped, *final;
     int has_grad[MAX_PARAMS];
 } result;
@@ -211,7 +211,7 @@ typedef struct { /* one run of a case: optimizer and variant */
     result *of; /* [ranks] */
 } job;
 
-typedef struct { /* one rank of it */
+typedef struct { /* one rank of a run */
     const test_case *c;
     int rank;
     fsdp_world *world;
@@ -219,13 +219,13 @@ typedef struct { /* one rank of it */
     fsdp_unit *unit[MAX_LAYERS + 1];
     fsdp_adamw *adamw;
     fsdp_sgd *sgd;
-    /* [batch][wide]: input of layer l, its z, of a tied one also z and h of the first use */
+    /* [batch][wide]: input of layer l and its z; for a tied layer also z and h of its first use */
     double *h[MAX_LAYERS + 2], *z[MAX_LAYERS + 1], *z1[MAX_LAYERS + 1], *h1[MAX_LAYERS + 1];
     double *y, *t, *dh, *dz, *dx;                  /* [batch][wide] */
     double *w, *b, *u, *dw, *db, *dw1, *db1, *sum; /* [most] */
 } trainer;
 
-/* Is it used on this rank? */
+/* Returns 1 if this rank uses parameter p. */
 static int used(const trainer *t, int p) {
     return t->c->params[p].name[0] != 'u' || (t->c->cond && t->rank != 0);
 }
@@ -237,7 +237,7 @@ static void load(trainer *t, int p, double *out) {
     lab_load(out, data, t->c->type, q->numel);
 }
 
-/* Adds to the gradient, as autograd does: a value of its dtype, and the sum lab_round again. */
+/* Adds to the gradient as autograd does: rounds the value to its dtype, and the sum again. */
 static void add_grad(trainer *t, int p, const double *value) {
     const param *q = &t->c->params[p];
     if (!q->trains) return;
@@ -335,7 +335,7 @@ static void layer_back(trainer *t, int l) {
     CALL(t->world, fsdp_post_backward(t->unit[l]));
 }
 
-/* Forward and backward of one microbatch. Returns the loss. */
+/* Runs forward and backward of one microbatch. Returns the loss. */
 static double microbatch(trainer *t, int step, int micro) {
     const test_case *c = t->c;
     int64_t last = c->dims[c->layers], count = c->batch * last;
@@ -363,7 +363,7 @@ static double microbatch(trainer *t, int step, int micro) {
     for (int64_t i = 0; i < last; i++) t->db[i] = lab_round(c->type, t->db[i]);
     add_grad(t, c->s, t->db);
     for (int l = c->layers; l > 0; l--) layer_back(t, l);
-    /* else finalize ends the root's backward, as autograd leaves it to PyTorch's */
+    /* in even steps finalize ends the root's backward, as PyTorch's root callback does */
     if (step % 2) CALL(t->world, fsdp_post_backward(t->unit[0]));
     CALL(t->world, fsdp_finalize_backward(t->model));
     return lab_round(FSDP_F32, loss / (double)count);
@@ -386,7 +386,7 @@ static void make_model(trainer *t, const job *j) {
         md.mesh = lab_hsdp(t->world, c->replicas, c->shards);
     md.param_dtype = c->param_dtype, md.reduce_dtype = c->reduce_dtype;
     md.direct_min = j->direct_min;
-    md.fill_bytes = 256; /* param_full comes in several steps */
+    md.fill_bytes = 256; /* param_full gathers in several pieces */
     md.reshard_after_forward = c->raf > 1 ? c->raf
                                : c->raf   ? FSDP_RESHARD_ALWAYS
                                           : FSDP_RESHARD_NEVER;
@@ -419,7 +419,7 @@ static void make_optimizer(trainer *t, const opt *o) {
     else CALL(t->world, fsdp_adamw_create(t->model, &a, &t->adamw));
 }
 
-/* Full tensors of all parameters, or of their gradients. */
+/* Gathers all parameters, or their gradients, into `out`. */
 static void gather(trainer *t, int grads, double *out, int *has) {
     float *full = (float *)lab_zeros((size_t)t->c->most + 1, sizeof *full);
     for (int p = 0; p < t->c->num_params; p++) {
@@ -465,11 +465,11 @@ static void on_rank(lab_rank *r) {
              j->o->sgd ? "sgd" : "adamw", r->rank, j->lanes, (long long)j->direct_min);
     t->c = c, t->rank = r->rank, t->world = r->w;
     int64_t size = c->batch * c->wide, most = c->most, all = 0;
-    for (int pass = 0; pass < 2; pass++) { /* count, then cut */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass counts, the second assigns */
         double *at = pass ? lab_doubles(all) : NULL;
         double **wide[] = {&t->y, &t->t, &t->dh, &t->dz, &t->dx};
         double **flat[] = {&t->w, &t->b, &t->u, &t->dw, &t->db, &t->dw1, &t->db1, &t->sum};
-        if (pass) t->h[0] = at; /* no layer has it as its input: what is freed */
+        if (pass) t->h[0] = at; /* no layer uses h[0] as its input: it is the block to free */
         all = 0;
 #define CUT(place, count) ((void)(pass ? (place) = at + all : NULL), all += (count))
         for (int l = 1; l <= c->layers + 1; l++) CUT(t->h[l], size);
@@ -493,9 +493,9 @@ enum { GRAD, CLIPPED, LOSS, NORM, FINAL, KINDS };
 static const char *const kind_names[KINDS] = {"grad", "clipped", "loss", "norm", "final"};
 static double largest[KINDS], share[KINDS]; /* the difference that is nearest to its limit */
 
-/* Absolute, but relative for norms. Few-bit sums of more than two ranks are PyTorch's own affair:
-   Gloo rounds after each addition, so that a number may be two steps of its dtype away; AdamW makes more of that where
-   a gradient is small. */
+/* Returns the largest allowed difference: absolute, but relative for norms. 16-bit sums over
+   more than two ranks depend on Gloo, which rounds after each addition: a value may be off by
+   two steps of its dtype, and AdamW amplifies that where a gradient is small. */
 static double tolerance(const test_case *c, int kind, double want) {
     static const double usual[KINDS] = {1e-6, 1e-6, 1e-6, 4e-6, 4e-6},
                         bf16[KINDS] = {8e-3, 8e-3, 4e-3, 4e-6, 8e-3},
@@ -542,7 +542,7 @@ static void check_results(const job *j) {
     }
 }
 
-/* The same bits, of the same rank in another run or of another rank. */
+/* Checks that two results have the same bits: of one rank in two runs, or of two ranks. */
 static void check_same(const job *j, const result *a, const result *b, int losses,
                        const char *whom) {
     size_t all = (size_t)j->c->total * sizeof(double);
@@ -572,7 +572,7 @@ static void free_results(result *of, int count) {
     free(of);
 }
 
-/* The first one is the default, which is compared with PyTorch. */
+/* The first variant is the default, which is compared with PyTorch. */
 static const struct {
     int lanes, plain, flat;
     int64_t direct_min;
@@ -594,7 +594,7 @@ static void replay(const test_case *c, const opt *o) {
         lab_run(c->ranks, &how, on_rank, &j);
         if (!v) check_results(&j), first = j.of;
         for (int r = 1; r < c->ranks; r++) check_same(&j, &j.of[r], &j.of[0], 0, "on rank 0");
-        /* A backend that does not divide f16 sums rounds them elsewhere. */
+        /* A backend that does not divide f16 sums rounds them at another point. */
         const int others = j.plain && c->sum_type == FSDP_F16 && c->ranks > 1;
         if (others) check_results(&j);
         for (int r = 0; v && !others && r < c->ranks; r++)

@@ -1,11 +1,11 @@
-/* test_guard.c - under AddressSanitizer a trainer that touches memory which it must not touch stops at
-   the line that does it. Each mistake runs in a process of its own, whose report is read.
+/* test_guard.c - under AddressSanitizer a trainer that accesses memory which it must not access
+   stops at that line. Each mistake runs in its own process, whose report is read.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
 
-enum { UNITS = 3, N = 64, ODD = 5 }; /* parameters of each unit: N elements, and ODD ones */
+enum { UNITS = 3, N = 64, ODD = 5 }; /* parameters of each unit: N elements, and ODD elements */
 
 typedef struct {
     fsdp_model *m;
@@ -17,13 +17,13 @@ typedef struct {
     const char *name;
     void (*make)(rig *x);
     fsdp_dtype dtype; /* param_dtype */
-    int shards_only;  /* not of one rank, whose gradients are the shards' */
+    int shards_only;  /* not on one rank, whose gradients are the shard gradients */
 } mistake;
 
 typedef struct {
     const mistake *what;
     int lanes;
-    int *line; /* of the mistake, in memory that the processes share */
+    int *line; /* line of the mistake, in shared memory */
 } order;
 
 static order now;
@@ -80,7 +80,7 @@ static void after_the_step(rig *x) {
     if (fsdp_finalize_backward(x->m)) return;
     WRONG_READ(w);
 }
-static void by_a_wider_type(rig *x) { /* as f32 what is gathered as bf16 */
+static void by_a_wider_type(rig *x) { /* reads bf16 parameters as f32 */
     (void)open_forward(x, 0);
     WRONG_READ((char *)fsdp_data(x->u[0], 1) + 4 * (ODD - 2));
 }
@@ -108,7 +108,8 @@ static void gradient_after_post_backward(rig *x) {
     if (fsdp_finalize_backward(x->m)) return;
     WRONG_WRITE(g);
 }
-/* With lanes, rank 0's post_backward returns before the reduction, which needs rank 1, can end. */
+/* With worker threads, rank 0's post_backward returns before the reduction, which needs rank 1,
+   ends. */
 static void gradient_once_it_is_reduced(rig *x) {
     volatile int *line = now.line;
     forward(x);
@@ -157,10 +158,10 @@ static int trainer(fsdp_world *w, void *arg) {
     for (int u = 0; u < UNITS; u++)
         if (fsdp_fully_shard(x.m, &ud, &x.u[u])) return 1;
     o->what->make(&x);
-    return 0; /* not seen */
+    return 0; /* the mistake was not found */
 }
 
-/* In a child: it writes what it has to say to the file. */
+/* Runs a mistake in a child, whose output goes to the file. */
 static void run_mistake(const char *file, int ranks) {
     fsdp_world_desc wd = FSDP_ZERO;
     fsdp_spawn_desc d = FSDP_ZERO;
@@ -180,7 +181,7 @@ static void read_text(const char *file, char *text, size_t cap) {
     fclose(f);
 }
 
-/* Returns whether the report names lines. */
+/* Checks that the process stops at the mistake. Returns whether the report names lines. */
 static int stops(const mistake *what, int ranks, int lanes) {
     static char text[1 << 16];
     char file[400], place[64];
@@ -196,7 +197,7 @@ static int stops(const mistake *what, int ranks, int lanes) {
     read_text(file, text, sizeof text);
     CHECK_MSG(status, "%s of %d ranks, lanes %d: it has not stopped at line %d", what->name, ranks,
               lanes, *now.line);
-    char *frame = strstr(text, "    #0 "); /* of the access */
+    char *frame = strstr(text, "    #0 "); /* the access */
     CHECK_MSG(strstr(text, "ERROR: AddressSanitizer: use-after-poison") && frame,
               "%s of %d ranks, lanes %d: %s", what->name, ranks, lanes, text);
     frame[strcspn(frame, "\n")] = 0;

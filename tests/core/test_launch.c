@@ -1,6 +1,6 @@
-/* test_launch.c - rank, size, local rank, the job's name and where ranks meet, from the environments
-   of torchrun, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI), Flux and Slurm; and programs started that
-   way that meet.
+/* test_launch.c - rank, size, local rank, the job's name and the ranks' meeting point, from the
+   environments of torchrun, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI), Flux and Slurm; and
+   programs that meet when they are started that way.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -8,8 +8,8 @@
 
 enum { VARIABLES_MAX = 14, OUTPUT_NBYTES = 1 << 15 };
 
-/* An environment: "NAME=value", where %r stands for the rank and %j for a name that is this
-   test's own. Nothing else is set. */
+/* Sets an environment of "NAME=value" and nothing else. %r stands for the rank, %j for a name
+   that no other test uses. */
 static void environment(const char *const *variables, int rank) {
     CHECK_EQ_INT(clearenv(), 0);
     for (int i = 0; i < VARIABLES_MAX && variables[i]; i++) {
@@ -25,9 +25,9 @@ static void environment(const char *const *variables, int rank) {
     }
 }
 
-/* ---- what fsdp_init understands -------------------------------------------------------------- */
+/* ---- the result of fsdp_init ----------------------------------------------------------------- */
 
-static struct { /* the world, and the names that the backend was opened with */
+static struct { /* the world, and the names with which the backend was opened */
     int rank, size, local, opened;
     char job[300], store[300];
 } seen;
@@ -79,7 +79,7 @@ static fsdp_status start_as(fsdp_world_desc d, fsdp_world **w) {
     return FSDP_OK;
 }
 
-/* The world's desc says nothing of ranks; store: NULL, or where they meet. */
+/* Starts a world whose desc has no ranks; store: NULL, or the meeting point. */
 static fsdp_status start_at(const char *store, fsdp_world **w) {
     fsdp_world_desc d = FSDP_ZERO;
     d.store = store;
@@ -90,7 +90,7 @@ static fsdp_status start(fsdp_world **w) { return start_at(NULL, w); }
 typedef struct {
     const char *name, *variables[VARIABLES_MAX];
     const char *ranks;    /* rank/size/local rank */
-    const char *names[3]; /* two parts of the job's name; where ranks meet, NULL: on this host */
+    const char *names[3]; /* two parts of the job's name; the meeting point, NULL: this host */
 } found_row;
 
 #define OMPI(rank, size, local)                                                                    \
@@ -151,7 +151,7 @@ static const found_row found[] = {
      {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=4", "PMIX_NAMESPACE=1"},
      "1/4/1",
      {"1", ""}},
-    {"open_mpi_on_several_hosts", /* no fault yet: shm does not ask where */
+    {"open_mpi_on_several_hosts", /* no error yet: shm does not need the meeting point */
      {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1"},
      "1/4/1",
      {"1", "", ""}},
@@ -160,7 +160,7 @@ static const found_row found[] = {
       "MASTER_PORT=29500"},
      "1/4/1",
      {"1", "", "tcp://n01:29500"}},
-    {"open_mpi_in_an_allocation", /* whose first host need not be that of rank 0 */
+    {"open_mpi_in_an_allocation", /* rank 0 need not be on its first host */
      {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "SLURM_JOB_ID=7001",
       "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
      "1/4/1",
@@ -197,7 +197,7 @@ static const found_row found[] = {
      {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
      "4/16/2",
      {"7001", "3", "tcp://n01:25134"}},
-    {"slurm_step_on_several_hosts", /* not those that the job begins with */
+    {"slurm_step_on_several_hosts", /* not the first hosts of the job */
      {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=8", "SLURM_STEP_NUM_NODES=2",
       "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n[3,5]"},
      "1/8/1",
@@ -252,7 +252,7 @@ static const found_row found[] = {
      {SLURM("0", "16", "0"), "SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1"},
      "0/1/0",
      {"", ""}},
-    /* the script of a batch job, whose variables are those of all tasks that it may start */
+    /* A batch job's script has the variables of all tasks that it may start. */
     {"slurm_batch_script", {SLURM("0", "16", "0")}, "0/1/0", {"", ""}},
     {"rank_wins",
      {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=0", "MASTER_PORT=29500", OMPI("7", "9", "3"),
@@ -308,7 +308,8 @@ static const found_row found[] = {
      {PMI("3", "4"), "PMI_LOCAL_RANK=1", "PMI_LOCAL_SIZE=2", "FSDP_JOB_ID=p"},
      "3/4/1",
      {"p", "", ""}},
-    /* a script that exports RANK and WORLD_SIZE: the rest is that of the launcher below it */
+    /* a script that exports RANK and WORLD_SIZE: the other values come from the launcher below
+       it */
     {"rank_exported_under_srun",
      {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=29500", SLURM("3", "4", "1"), "SLURM_STEP_ID=3",
       "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
@@ -347,10 +348,10 @@ TEST_P(launch, environment, found) {
     if (seen.size > 1) CHECK_EQ_STR(seen.store, store);
 }
 
-/* RANK and WORLD_SIZE count before all others: where they make each rank a world of its own, and the
-   launcher has started several, they may be left from an earlier job. */
+/* RANK and WORLD_SIZE have priority. If each rank is its own world by them, though the launcher
+   has started several ranks, they may be left from an earlier job: a warning says so. */
 static const struct {
-    const char *name, *variables[VARIABLES_MAX], *told; /* NULL: nothing */
+    const char *name, *variables[VARIABLES_MAX], *told; /* NULL: no warning */
 } alones[] = {
     {"mpirun", {"RANK=0", "WORLD_SIZE=1", OMPI("1", "2", "1")}, "OMPI_COMM_WORLD_SIZE is 2"},
     {"srun",
@@ -378,7 +379,7 @@ TEST_P(launch, tells_of_ranks_that_are_alone, alones) {
     CALL(NULL, fsdp_shutdown(w));
 }
 
-/* A wrong value of a launcher's variable is an error that names it, never ignored. */
+/* A wrong value of a launcher's variable is an error that names it. */
 #define TORCHRUN(rank, size) "RANK=" rank, "WORLD_SIZE=" size, "MASTER_ADDR=h", "MASTER_PORT=1"
 static const struct {
     const char *name, *variables[VARIABLES_MAX], *text;
@@ -422,7 +423,7 @@ TEST_P(launch, wrong_values, wrong_values) {
     CHECK(w == NULL);
 }
 
-/* Slurm's lists of hosts: srun puts rank 0 on the first one, or, with an arbitrary distribution, on
+/* Slurm's lists of hosts: srun puts rank 0 on the first one; with an arbitrary distribution on
    any. */
 static const struct {
     const char *name, *list, *host, *all; /* all, NULL: the first one */
@@ -459,7 +460,7 @@ TEST_P(launch, slurm_hosts, hostlists) {
     }
 }
 
-/* Two steps of one job, and steps of neighbouring jobs, have ports of their own. */
+/* Two steps of one job, and steps of neighbouring jobs, have different ports. */
 TEST(launch, slurm_ports) {
     static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_NNODES=2",
                                                          "SLURM_JOB_NODELIST=n"};
@@ -499,14 +500,14 @@ TEST(launch, store_is_too_long) {
     CHECK(strstr(fsdp_last_error(NULL), "FSDP_STORE or MASTER_ADDR"));
 }
 
-/* Who gives ranks in the desc says whose they are, unless they are the launcher's. */
+/* A desc with ranks must name its job, unless its ranks are the launcher's. */
 #define FSDPRUN(rank, size) TORCHRUN(rank, size), "FSDP_JOB_ID=fsdprun-1"
 static const struct {
     const char *name, *variables[VARIABLES_MAX];
-    int rank, size;  /* of the desc */
-    const char *job; /* likewise */
+    int rank, size;  /* set in the desc */
+    const char *job; /* set in the desc */
     int is_threads;
-    const char *refused; /* who says what; NULL: a world of that size is opened */
+    const char *refused; /* part of the error text; NULL: a world of that size is opened */
 } desc_ranks[] = {
     {"as_the_launcher", {FSDPRUN("1", "4")}, 1, 4, NULL, 0, NULL},
     {"half_of_fsdprun", {FSDPRUN("2", "4")}, 1, 2, NULL, 0, "the launcher says rank 2 of 4"},
@@ -552,7 +553,7 @@ TEST_P(launch, desc_ranks, desc_ranks) {
     else CHECK(seen.rank == row->rank && seen.size == row->size);
 }
 
-/* Jobs of one host must not meet: what tells them apart is in the name. */
+/* Jobs of one host must not meet: their names differ. */
 static const struct {
     const char *name, *a[VARIABLES_MAX], *b[VARIABLES_MAX];
 } apart[] = {
@@ -577,7 +578,7 @@ static const struct {
     {"requeued_again",
      {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=1"},
      {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=11"}},
-    {"requeued_with_a_name", /* that the batch script gives */
+    {"requeued_with_a_name", /* given by the batch script */
      {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine"},
      {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine", "SLURM_RESTART_COUNT=1"}},
     {"requeued_torchrun", /* which counts from 0 again */
@@ -611,7 +612,8 @@ TEST_P(launch, jobs_have_different_names, apart) {
     CHECK_MSG(strcmp(first, seen.job) != 0, "both are \"%s\"", first);
 }
 
-/* Names that stay as they are: before the first restart, and fsdprun's, which has the counts. */
+/* Names without restart counts: before the first restart, and fsdprun's, which has the counts
+   already. */
 static const struct {
     const char *name, *variables[VARIABLES_MAX], *job;
 } kept[] = {
@@ -627,7 +629,8 @@ TEST_P(launch, restart_counts_are_added_once, kept) {
     CHECK_EQ_STR(seen.job, row->job);
 }
 
-/* A name that the program gives has the counts, too; none that is too long is cut. */
+/* A name that the program sets gets the counts, too; a name that becomes too long is refused,
+   not cut. */
 TEST(launch, restart_counts_in_names_of_the_program) {
     static const char *const variables[VARIABLES_MAX] = {"SLURM_RESTART_COUNT=12",
                                                          "TORCHELASTIC_RESTART_COUNT=3"};
@@ -639,7 +642,7 @@ TEST(launch, restart_counts_in_names_of_the_program) {
     CALL(NULL, start_as(d, &w));
     CHECK_EQ_STR(seen.job, "even:T3:S12");
     memset(name, 'x', sizeof name);
-    for (size_t length = 118; length < sizeof name; length++) { /* 127 bytes are the most */
+    for (size_t length = 118; length < sizeof name; length++) { /* at most 127 bytes */
         const fsdp_status expected = length + 7 < sizeof name ? FSDP_OK : FSDP_ERR_INVALID_ARG;
         name[length] = 0;
         d.job = name;
@@ -684,7 +687,7 @@ static const struct {
      {"SLURM_STEP_NUM_TASKS", "'x'"}},
     {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
     {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
-    {"restart_count_is_no_name", /* other jobs have been started again, too */
+    {"restart_count_is_no_name", /* other jobs have been restarted, too */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RESTART_COUNT=1", "SLURM_RESTART_COUNT=1"},
      {"2 ranks need a common job name", "that sets RANK gives none"}},
     {"mpiexec_in_a_batch_script", /* another one in it would have the same name */
@@ -697,7 +700,7 @@ static const struct {
     {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
      {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
      {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"}},
-    {"mpirun_within_fsdprun", /* whose ranks all have the RANK of one of fsdprun's */
+    {"mpirun_within_fsdprun", /* its ranks all inherit the RANK of one fsdprun rank */
      {"RANK=0", "WORLD_SIZE=2", OMPI("1", "2", "1"), "FSDP_JOB_ID=fsdprun-77-1.2"},
      {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
     {"no_name_pmi",
@@ -714,7 +717,7 @@ TEST_P(launch, wrong, wrong) {
                   fsdp_last_error(NULL), row->text[i]);
 }
 
-/* A desc that names rank and size asks no launcher. */
+/* With rank and size in the desc, the launcher's variables are not read. */
 TEST(launch, desc_wins) {
     static const char *const variables[VARIABLES_MAX] = {"RANK=junk", "OMPI_COMM_WORLD_RANK=junk",
                                                          "SLURM_STEP_ID=junk"};
@@ -763,7 +766,7 @@ TEST_P(launch, ranks_meet, meets) {
     h_ranks_proc(row->size, meet_rank, (void *)(uintptr_t)row->variables);
 }
 
-/* Two jobs of one host at the same time, told apart by their names alone. */
+/* Two jobs of one host at the same time, which differ only in their names. */
 static void two_jobs_rank(int rank, int world, void *arg) {
     static const char *const jobs[2][VARIABLES_MAX] = {
         {OMPI("%r", "2", "%r"), "PMIX_NAMESPACE=a%j"},
@@ -780,8 +783,8 @@ static void two_jobs_rank(int rank, int world, void *arg) {
 
 TEST(launch, two_jobs_at_once) { h_ranks_proc(4, two_jobs_rank, NULL); }
 
-/* Ranks 0 2 and 1 3 of a launcher's four as two worlds, beside one of all four: refused as long as
-   nothing tells the two apart, though the launcher has a name for its job. */
+/* Ranks 0 2 and 1 3 of a launcher's four as two worlds, in addition to one of all four: refused
+   without a job name of their own, though the launcher has a name for its job. */
 static void sub_worlds_rank(int rank, int world, void *arg) {
     const char *const variable = getenv("FSDP_BACKEND");
     const char *const run[VARIABLES_MAX] = {"RANK=%r",           "WORLD_SIZE=4",
@@ -805,7 +808,7 @@ static void sub_worlds_rank(int rank, int world, void *arg) {
     CALL(all, fsdp_all_reduce(all, NULL, &sum_all, 1, FSDP_I64, FSDP_SUM));
     CHECK_EQ_INT(sum, rank % 2 ? 4 : 2);
     CHECK_EQ_INT(sum_all, 6);
-    if (strcmp(backend, "gloo") == 0) { /* the store has room for one of each name */
+    if (strcmp(backend, "gloo") == 0) { /* the store has room for one world of each name */
         CHECK_STATUS(fsdp_init(NULL, &again), FSDP_ERR_INVALID_ARG);
         CHECK_MSG(strstr(fsdp_last_error(NULL), "its own fsdp_world_desc.job"), "%s",
                   fsdp_last_error(NULL));
@@ -827,7 +830,7 @@ TEST_P(launch, sub_worlds, stores, GLOO) {
 
 /* ---- the real mpirun ------------------------------------------------------------------------- */
 
-/* What a shell command prints, standard output alone; its exit status. */
+/* Runs a shell command. Returns its exit status, and its standard output in `out`. */
 static int shell(const char *command, char *out) {
     FILE *p = popen(command, "r");
     CHECK(p != NULL);
@@ -842,7 +845,7 @@ static const char *built(char *path, const char *dir, const char *name) {
     return access(path, X_OK) ? NULL : path;
 }
 
-/* Ranks on several hosts: shm serves one, and says so at once. */
+/* Ranks on several hosts: shm supports one host, and fails at once. */
 TEST(launch, several_hosts_need_another_backend) {
     const char *const variables[VARIABLES_MAX] = {"RANK=0",
                                                   "WORLD_SIZE=4",
@@ -871,7 +874,7 @@ TEST(launch, several_hosts_need_another_backend) {
 #endif
 }
 
-/* The same program under mpirun and under tools/fsdprun prints the same numbers. */
+/* The same program prints the same numbers under mpirun and under tools/fsdprun. */
 static void under_mpirun(int ranks) {
     static char by_mpirun[OUTPUT_NBYTES], by_fsdprun[OUTPUT_NBYTES];
     const char *dir = getenv("FSDP_BUILD");

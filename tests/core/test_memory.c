@@ -1,5 +1,5 @@
-/* test_memory.c - memory is known before the first step, to the byte; a step in steady state
-   allocates nothing; addresses repeat; and what is moved and copied is what the formulas say.
+/* test_memory.c - memory is known before the first step, to the byte; a steady step allocates
+   nothing; addresses repeat; bytes moved and copied follow the formulas.
 
    SPDX-License-Identifier: MIT */
 #define TAGS     AT_NIGHT(TSAN)
@@ -8,9 +8,9 @@
 #include "lab.h"
 #include "sim.h"
 
-/* ---- every allocation of the process is seen ------------------------------------------------- */
+/* ---- counts every allocation of the process -------------------------------------------------- */
 
-static int64_t libc_calls; /* malloc and the like, mmap; of all threads, while `watched` */
+static int64_t libc_calls; /* calls of malloc, mmap and the like, in all threads, while `watched` */
 static int watched;
 #if defined(__GLIBC__) && !defined(W_SANITIZED)
 #include <sys/syscall.h> /* SYS_mmap */
@@ -63,7 +63,7 @@ typedef struct {
     unit units[MAX_UNITS];
     int count;
     fsdp_dtype dtype, param, reduce;
-    int never, lanes, plain, debug, replicas; /* replicas: 0, or of HSDP */
+    int never, lanes, plain, debug, replicas; /* replicas: 0, or the replicas of HSDP */
     int64_t direct_min;
 } net;
 
@@ -82,7 +82,7 @@ static int64_t stored_of(const param *p, int world) { /* elements of a stored sh
     return numel;
 }
 
-/* Blocks of a transformer between embeddings that stay open around them. */
+/* Makes a GPT: blocks between embeddings, which stay open around the blocks. */
 static void gpt(net *n, int layers, int64_t c, int64_t vocab, int64_t context) {
     const param block[MAX_PARAMS] = {vec(c),        vec(c),     mat(3 * c, c), vec(3 * c),
                                      mat(c, c),     vec(c),     vec(c),        vec(c),
@@ -208,8 +208,8 @@ static void use_unit(job *x, int u, int backward, int step) {
     }
 }
 
-/* Forward and backward, in order of creation and back. Units that never reshard, in a model whose
-   others do, are open around those. */
+/* Runs forward, or backward in reverse order. In a model that reshards, units that never reshard
+   are open around the others. */
 static void half_step(job *x, int backward, int step) {
     int count = x->net->count, reshards = 0;
     for (int u = 0; u < count; u++) reshards |= !x->net->never && !x->net->units[u].never;
@@ -237,7 +237,7 @@ static void optimize(job *x) {
     CALL(x->world, fsdp_zero_grad(x->model));
 }
 
-/* step counts from 1 */
+/* Runs a step. `step` counts from 1. */
 static void train_step(job *x, int step) {
     x->num_seen = 0;
     half_step(x, 0, step);
@@ -261,11 +261,11 @@ static void same_memory(const fsdp_memory *a, const fsdp_memory *b, const char *
 typedef struct {
     int count;
     net *net;
-    void (*one)(job *x, void *arg); /* what is done with the model of each net */
+    void (*one)(job *x, void *arg); /* is called with the model of each net */
     void *arg;
 } nets;
 
-enum { PLACES = 6 }; /* worlds of a rank: by lanes, and plain or not */
+enum { PLACES = 6 }; /* worlds of a rank: by worker threads, and plain or not */
 static void open_worlds(lab_rank *r, fsdp_comm_ops *plain, fsdp_world **worlds) {
     *plain = w_plain();
     for (int i = 0; i < PLACES; i++) worlds[i] = lab_world(r, i, i / 2, i % 2 ? plain : NULL);
@@ -274,7 +274,7 @@ static void close_worlds(fsdp_world **worlds) {
     for (int i = 0; i < PLACES; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
 }
 
-/* The model of each net, in the world that the net wants. */
+/* Builds the model of each net, in the world that the net needs. */
 static void nets_rank(lab_rank *r) {
     const nets *n = (const nets *)r->arg;
     fsdp_comm_ops plain;
@@ -294,7 +294,7 @@ static void nets_rank(lab_rank *r) {
     free(x);
 }
 
-/* Random nets, and each fourth, or second, a GPT of up to so many layers. */
+/* Makes random nets, and one in `each` is a GPT of 1 to `layers` layers. */
 static net *make_nets(uint64_t *state, int count, int each, int layers, int wide) {
     net *list = (net *)lab_zeros((size_t)count, sizeof *list);
     for (int i = 0; i < count; i++) {
@@ -336,7 +336,7 @@ static void predict_one(job *x, void *arg) {
                          (p->frozen ? 1 : 2);
         }
     W_CHECK(before.unsharded_bytes == unsharded, "unsharded_bytes");
-    for (int on = 0; on < 2; on++) { /* of a whole step, also while a microbatch is not reduced */
+    for (int on = 0; on < 2; on++) { /* predicts a whole step, also in a microbatch without sync */
         CALL(x->world, fsdp_set_requires_gradient_sync(x->model, NULL, on));
         CALL(x->world, fsdp_set_requires_all_reduce(x->model, NULL, on));
         CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, on));
@@ -385,8 +385,8 @@ TEST_P(long_memory, prediction, worlds, SECONDS(300) | NIGHT) {
     predict_all(row->world, 4000 / row->world, 1);
 }
 
-/* Microbatches that are not reduced, not reduced over the replicas, or keep their parameters: one
-   model for each set of these, and more microbatches than the prediction walks. */
+/* Microbatches without sync, without all-reduce, or with kept parameters: one model for each set
+   of these options, and more microbatches than the prediction simulates. */
 static void predict_kept(job *x, void *arg) {
     const net *n = x->net;
     fsdp_world *w = x->world;
@@ -433,8 +433,8 @@ TEST_P(memory, prediction_of_microbatches, kept_worlds,
 
 static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Equal units of one matrix that is gathered in place, or of two packed vectors: each pool from the
-   sizes alone. */
+/* Checks each pool against a formula of the sizes, for equal units with one matrix that is
+   gathered in place, or with two packed vectors. */
 static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed, int inline_) {
     fsdp_memory m;
     job *x = (job *)lab_zeros(1, sizeof *x);
@@ -450,7 +450,7 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     build(x, n, w);
     bp = (int64_t)fsdp_dtype_size(x->param_dtype);
     const int64_t ap = 64 / bp, ao = 64 / bo; /* elements in 64 bytes: gathered; stored */
-    for (int i = 0; i < train; i++) { /* one rank pads them, so that the next one is aligned */
+    for (int i = 0; i < train; i++) { /* one rank pads the shards, so that the next is aligned */
         const int64_t stored = stored_of(&n->units[0].params[i], world);
         s += world == 1 ? up(stored, ap) : stored;
     }
@@ -512,8 +512,8 @@ static void formula_rank(lab_rank *r) {
 
 TEST_P(memory, formulas, worlds, RANKS(row->world)) { on_places(row->world, formula_rank); }
 
-/* Peaks of PyTorch's FSDP2 above the resident shards and shard gradients, for L equal units of U
-   elements: 4 U when parameters are freed after forward, L + 1 when they are kept. */
+/* Peaks of PyTorch's FSDP2 above the resident shards and shard gradients, for L equal units with
+   U elements each: 4 U if parameters are freed after forward, (L + 1) U if they are kept. */
 static void peak_rank(lab_rank *r) {
     fsdp_comm_ops plain;
     fsdp_world *w[PLACES];
@@ -563,7 +563,7 @@ typedef struct {
     char job[100];
     pthread_barrier_t meet;
     w_heap heap[MAX_WORLD];
-    int microbatches; /* the first ones are not reduced */
+    int microbatches; /* all except the last one are without sync */
 } steady;
 
 static void steady_step(job *x, const steady *s, int step) {
@@ -664,7 +664,7 @@ static void count_traffic(traffic *t, int kind, int64_t bytes) {
     t->bytes[kind] += (uint64_t)bytes;
 }
 
-/* Collectives of one step, from shapes alone. */
+/* Computes the collectives of one step from the shapes. */
 static void expect_step(const job *x, traffic *t) {
     const net *n = x->net;
     int64_t w = x->size, bp = (int64_t)fsdp_dtype_size(x->param_dtype);
@@ -697,7 +697,7 @@ static void same_traffic(const fsdp_counters *a, const fsdp_counters *b, const t
             (unsigned long long)t->bytes[kind]);
 }
 
-/* The same from the records themselves: what an observer sees is what is counted. */
+/* The counters equal the sums over the ops that an observer sees. */
 typedef struct {
     traffic seen;
     uint64_t last_seq, labels[FSDP_LABEL_COUNT];
@@ -768,7 +768,7 @@ TEST_P(memory, bytes_moved, worlds, RANKS(row->world)) {
     h_message("%d models", count);
 }
 
-/* Copies and fills of a step, kind by kind, where they follow from the sizes alone. */
+/* Copies and fills of a step, where they follow from the sizes. */
 typedef struct {
     const char *name;
     int world;
@@ -785,7 +785,7 @@ static const copies_row copies_rows[] = {
     {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 1, CV * 4},
     /* one rank with a cast: two gathers, one reduction */
     {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
-    /* direct, one dtype: nothing but casts */
+    /* direct, one dtype: only casts */
     {"W=2/f32", 2, 0, 0, 0, 0, 0, 1, CM * 4},
     {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 2, 2 * CM / 4 * 2, 1, CM * 2},
     /* packed: two copy-outs, one chunk_cat */
@@ -840,7 +840,7 @@ TEST_P(memory, copies, copies_rows, RANKS(row->world)) {
     lab_run(row->world, NULL, copies_rank, (void *)(uintptr_t)row);
 }
 
-/* One rank without casts: what the caller sees are the shards themselves. */
+/* One rank without casts: the caller's pointers point to the shards themselves. */
 static void aliases(lab_rank *r) {
     if (W_ASAN) SKIP("with AddressSanitizer one rank copies its shards");
     fsdp_world *w = r->w;
@@ -869,7 +869,7 @@ static void aliases(lab_rank *r) {
 }
 TEST(memory, one_rank_aliases) { lab_run(1, NULL, aliases, NULL); }
 
-/* Memory taken ahead is what the first step would have taken. */
+/* Reserved memory equals the memory that the first step allocates. */
 static void reserve_one(job *x, void *arg) {
     fsdp_memory reserved, trained;
     (void)arg;
@@ -892,8 +892,8 @@ TEST_P(memory, reserve, worlds, RANKS(row->world)) {
     on_nets(row->world, 0, list, COUNT, reserve_one, NULL);
 }
 
-/* With lanes or streams, too, a unit that is alone in its size has one slot: forward and backward
-   see its parameters at one address. Two units of one size have two slots between them. */
+/* With worker threads or streams, too, the only unit of a size has one slot: its parameters have
+   the same address in forward and backward. Two units of one size share two slots. */
 static void alone(fsdp_world *w) {
     static const int64_t rows[] = {64, 8, 8};
     fsdp_model *m = lab_model(w, NULL);
@@ -934,7 +934,7 @@ TEST(memory, one_slot_where_a_second_is_never_used) {
     CHECK_EQ_INT(sim_close(&s), 0);
 }
 
-/* The shards of each unit begin at 64 bytes, whatever the units before hold. */
+/* The shards of each unit begin at a multiple of 64 bytes, whatever the sizes of earlier units. */
 static void begin_aligned(lab_rank *r) {
     fsdp_model *m = lab_model(r->w, NULL);
     fsdp_unit *units[4];
@@ -950,8 +950,8 @@ TEST(memory, units_begin_aligned) {
     for (int ranks = 1; ranks <= 3; ranks++) lab_run(ranks, NULL, begin_aligned, NULL);
 }
 
-/* Sums over the shard group take turns with two slots, so that the reduction of the next unit does
-   not wait for the all-reduce of the one before; inline nothing waits, and there is one. */
+/* Sums over the shard group alternate between two slots, so that a unit's reduction does not
+   wait for the previous unit's all-reduce; inline nothing waits, and there is one slot. */
 static void sums_take_turns(int replicas, int async) {
     enum { UNITS = 4 };
     sim s;

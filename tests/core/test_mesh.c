@@ -1,6 +1,6 @@
-/* test_mesh.c - meshes: places, groups, slices, flattened and split dims, against PyTorch's answers
-   and against a model that is a list of ranks; mesh infos; HSDP, FSDP and replicated training on
-   meshes of every form, against sums over all data-parallel ranks, bit for bit.
+/* test_mesh.c - meshes: positions, groups, slices, flattened and split dims, compared with
+   PyTorch's answers and with a model that is a list of ranks; mesh infos; HSDP, FSDP and replicated
+   training on meshes of every form, compared with sums over all data-parallel ranks, bit for bit.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO
@@ -9,10 +9,11 @@
 #include "lab_net.h"
 #include "golden.h"
 
-/* Larger worlds are played by one process, rank after rank; still larger ones in part. */
+/* One process plays all ranks of larger worlds, one after another; of still larger worlds some
+   ranks. */
 enum { THREADS_MAX = 16, PLAYED_MAX = 512 };
 
-/* ---- a comm that does nothing but write down its groups -------------------------------------- */
+/* ---- a comm that only notes its groups ------------------------------------------------------- */
 
 typedef struct split {
     int color, index, size, lane;
@@ -24,7 +25,7 @@ typedef struct fake {
     split *splits;
 } fake;
 
-/* A comm of it is its world, whatever group it stands for. */
+/* A comm of this backend is its world, for each group. */
 static fake *fake_of(fsdp_comm *comm) { return (fake *)(void *)comm; }
 
 static fsdp_status fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
@@ -93,8 +94,8 @@ static fsdp_world *fake_world(fake *f, int rank, int size) {
     return w;
 }
 
-/* What the ranks of one world asked for fits together: the same calls, and each call cuts the
-   ranks that take part into groups whose members name the same list, each its own place in it. */
+/* Checks that the groups of all ranks agree: each rank splits in the same calls, and in each
+   call the members of a group name the same list, and their own position in it. */
 static void check_splits(const fake *fakes, int world) {
     for (int r = 0; r < world; r++) CHECK_EQ_INT(fakes[r].count, fakes[0].count);
     for (int r = 0; r < world; r++) {
@@ -124,10 +125,10 @@ static void forget_splits(fake *fakes, int world) {
     }
 }
 
-/* ---- groups by what they do ------------------------------------------------------------------ */
+/* ---- groups, by their collectives ------------------------------------------------------------ */
 
-/* The ranks of a mesh, given in order of position, are those that a sum reaches; and a
-   broadcast from each position brings that rank's number. */
+/* Checks that a sum reaches the ranks of the mesh, given in order of position, and that a
+   broadcast from each position sends that rank's number. */
 static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int size) {
     const int64_t me = fsdp_rank(w);
     int64_t sum = (int64_t)1 << me, expected = 0;
@@ -142,11 +143,11 @@ static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int
     }
 }
 
-/* What rank r brings as element k of what is reduced: sums are exact in f64 and the integers, and
-   rounded in f32, where the order counts. */
+/* Returns rank r's element k. Sums of it are exact in f64 and integers, and rounded in f32,
+   where the order counts. */
 static double brought(int r, int k) { return (double)((r * 7919 + k * 104729) % 1000 - 480) / 3; }
 
-/* Element k reduced over a mesh dim by dim: groups are summed in order of position. */
+/* Returns element k reduced over a mesh dim by dim: each group is summed in order of position. */
 static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is_f32, fsdp_redop op,
                       double (*value)(int r, int k)) {
     double at[THREADS_MAX];
@@ -172,10 +173,10 @@ static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is
 static double brought_f32(int r, int k) { return (double)(float)brought(r, k); }
 static double brought_int(int r, int k) { return floor(brought(r, k)); }
 
-/* Every dtype and operation over all dims of a mesh, to the bit. */
+/* Every dtype and operation over all dims of a mesh, bit for bit. */
 static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks) {
     enum { COUNT = 5 };
-    const int64_t WIDE = (int64_t)1 << 32; // beyond an int32_t
+    const int64_t WIDE = (int64_t)1 << 32; // does not fit an int32_t
     const int me = fsdp_rank(w);
     for (int op = FSDP_SUM; op <= FSDP_MIN; op++) {
         const fsdp_redop redop = (fsdp_redop)op;
@@ -211,7 +212,8 @@ static int position(const int32_t *ranks, int count, int rank) {
     return -1;
 }
 
-/* The group of a dim as a list that the caller frees; it holds me at my position. */
+/* Returns the group of a dim as a list that the caller frees, and checks this rank's position in
+   it. */
 static int32_t *group_of(const fsdp_mesh *mesh, int dim, int me) {
     const int size = fsdp_mesh_size(mesh, dim);
     int32_t *out = (int32_t *)malloc(sizeof *out * (size_t)(size > 0 ? size : 1));
@@ -273,7 +275,8 @@ static void free_grid(grid *c) {
 
 static int is(const record *r, const char *key) { return !strcmp(r->key, key); }
 
-/* Values between the rank and the answer: what is asked for. */
+/* Returns the number of values after the rank that describe the request; the answer follows
+   them. */
 static int asked(const record *r) {
     return is(r, "flatten") || is(r, "slice") ? 1 + (int)r->v[1] : is(r, "unflatten") ? 3 : 0;
 }
@@ -290,7 +293,8 @@ static void check_list(const int32_t *got, const int64_t *expected, int count, c
                 (int)expected[i]);
 }
 
-/* `ascending` has the members in PyTorch's order, with place -1 where it is not told. */
+/* Checks a group of this rank. `ascending` has the members in PyTorch's order; place -1: not
+   given. */
 static void check_group(const fsdp_mesh *mesh, int dim, int me, int size, int64_t place,
                         const int64_t *ascending) {
     int32_t *got = group_of(mesh, dim, me);
@@ -366,7 +370,7 @@ static void check_split(const grid *c, const fsdp_mesh *mesh, const record *r, i
     free(all);
 }
 
-/* What is found by communication: in all dims, and in each. */
+/* Sends over all dims together, and over each dim. */
 static void talk_dims(fsdp_world *w, const fsdp_mesh *mesh) {
     if (fsdp_mesh_rank(mesh, 0) >= 0) {
         int32_t *all = group_of(mesh, -1, fsdp_rank(w));
@@ -384,7 +388,7 @@ static void talk_dims(fsdp_world *w, const fsdp_mesh *mesh) {
     }
 }
 
-/* Makes what the record asks for on every rank, and checks it on those that it tells about. */
+/* Makes the record's mesh on every rank, and checks it on the ranks that the records name. */
 static void check_made(fsdp_world *w, const grid *c, const fsdp_mesh *mesh, const record *r,
                        int talks) {
     static const char *const uv[2] = {"u", "v"};
@@ -404,7 +408,7 @@ static void check_made(fsdp_world *w, const grid *c, const fsdp_mesh *mesh, cons
     if (talks) talk_dims(w, made);
 }
 
-/* All of a case on one rank. */
+/* Checks a whole case on one rank. */
 static void check_grid(fsdp_world *w, const grid *c, int talks) {
     static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
     const int me = fsdp_rank(w);
@@ -444,7 +448,7 @@ static void check_grid(fsdp_world *w, const grid *c, int talks) {
 
 static void grid_rank(lab_rank *r) { check_grid(r->w, (const grid *)r->arg, 1); }
 
-/* One process as each rank in turn; in a very large world as some of them. */
+/* One process plays each rank in turn; in a very large world only some ranks. */
 static void grid_played(const grid *c) {
     fake *fakes = (fake *)lab_zeros((size_t)c->world, sizeof *fakes);
     const int all = c->world <= PLAYED_MAX, stride = all ? 1 : c->world / 64;
@@ -480,7 +484,7 @@ TEST(mesh, golden) {
 
 enum { RANKS_MAX = 48, STEPS_MAX = 5 };
 
-typedef struct family { /* one shape; a rank that is outside has no list */
+typedef struct family { /* one shape; a rank outside the mesh has no list */
     int world, ndim;
     int32_t shape[FSDP_MAX_DIMS];
     int inside[RANKS_MAX];
@@ -504,7 +508,7 @@ static int coord_of(const family *f, int rank, int dim) {
     return at / stride_of(f, dim) % f->shape[dim];
 }
 
-/* Keeps the dims of the set (bits); the others are fixed at each rank's own coordinates. */
+/* Keeps the dims in `set` (bits); the others are fixed at each rank's own coordinates. */
 static void family_slice(family *f, int set) {
     family old = *f;
     f->ndim = 0;
@@ -534,7 +538,7 @@ static void family_unflatten(family *f, int dim, int outer) {
 }
 
 enum { DO_SLICE, DO_FLATTEN, DO_UNFLATTEN };
-typedef struct chain { /* a mesh, and what becomes of it step by step */
+typedef struct chain { /* a mesh, and the steps that change it */
     uint64_t seed;
     int steps;
     struct {
@@ -543,7 +547,7 @@ typedef struct chain { /* a mesh, and what becomes of it step by step */
     family stage[STEPS_MAX + 1];
 } chain;
 
-/* A shape of at most `most` places. */
+/* Makes a random shape of at most `most` positions. */
 static void random_shape(uint64_t *state, family *f, int most) {
     f->ndim = 1 + lab_pick(state, lab_pick(state, 4) ? 4 : FSDP_MAX_DIMS);
     for (int d = 0, n = 1; d < f->ndim; d++) {
@@ -678,14 +682,14 @@ TEST(mesh, random_forms_talk, SLOW | AT_NIGHT(GLOO) | SECONDS(300)) {
 
 /* ---- names, errors, memory ------------------------------------------------------------------- */
 
-/* A mesh of this shape, with names "a", "b", ...; ranks NULL: in order. */
+/* Makes a mesh of this shape, with names "a", "b", ...; ranks NULL: in order. */
 static fsdp_mesh *make(fsdp_world *w, int ndim, const int32_t *shape, const int32_t *ranks,
                        int named) {
     static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
     return lab_mesh(w, ndim, shape, named ? names : NULL, ranks);
 }
 
-/* By value: what a slice gives is what a mesh of its own is, and each of the three counts. */
+/* Meshes are equal by value: a slice equals a mesh made with its shape, names and ranks. */
 TEST(mesh, equal) {
     static const int32_t shape[2] = {2, 3}, turned[2] = {3, 2}, other[6] = {0, 1, 2, 3, 5, 4},
                          row[3] = {3, 4, 5};
@@ -704,7 +708,7 @@ TEST(mesh, equal) {
     CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, names, other)));
     CHECK(fsdp_mesh_equal(lab_mesh(w, 2, shape, NULL, NULL), lab_mesh(w, 2, shape, NULL, NULL)));
     CHECK(!fsdp_mesh_equal(a, lab_slice(w, a, 1)));
-    CHECK(fsdp_mesh_equal(lab_slice(w, a, 1), lab_slice(w, b, 1))); /* of this rank: 3 4 5 */
+    CHECK(fsdp_mesh_equal(lab_slice(w, a, 1), lab_slice(w, b, 1))); /* this rank's row: 3 4 5 */
     CHECK(!fsdp_mesh_equal(lab_slice(w, a, 0), lab_slice(w, a, 1)));
     d.ndim = 1, d.shape[0] = 3, d.names[0] = "tp", d.ranks = row;
     CALL(w, fsdp_mesh_create(w, &d, &line));
@@ -764,7 +768,7 @@ TEST(mesh, refused) {
     const int before = f.count;
     d.ndim = 2;
     memcpy(d.shape, over, sizeof over);
-    REFUSED(w, fsdp_mesh_create(w, &d, &out), "12"); /* more places than ranks */
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "12"); /* more positions than ranks */
     d.shape[0] = d.shape[1] = 2;
     d.ranks = twice;
     REFUSED(w, fsdp_mesh_create(w, &d, &out), "rank 1 appears twice");
@@ -787,7 +791,7 @@ TEST(mesh, refused) {
     REFUSED(w, fsdp_mesh_unflatten(mesh, 1, -3, NULL, &out), "outer is -3:");
     REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 1, NULL, &out), "dim is 3 ");
     REFUSED(w, fsdp_mesh_unflatten(mesh, -1, 1, NULL, &out), "dim is -1 ");
-    CHECK(out == NULL); /* as of every call that makes something and fails */
+    CHECK(out == NULL); /* as after each failed call that makes an object */
     REFUSED(w, fsdp_mesh_slice(mesh, far, 1, NULL), "NULL");
     REFUSED(w, fsdp_mesh_flatten(mesh, "f", NULL), "NULL");
     REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 3, NULL, NULL), "NULL");
@@ -799,7 +803,7 @@ TEST(mesh, refused) {
     REFUSED(w, fsdp_all_reduce(w, foreign, &x, 1, FSDP_F64, FSDP_SUM), "of this world");
     REFUSED(w, fsdp_broadcast(w, foreign, &x, 8, 0), "of this world");
     REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 12), "0..11");
-    CHECK_EQ_INT(f.count, before); /* nothing of it reached the backend */
+    CHECK_EQ_INT(f.count, before); /* no call reached the backend */
     CHECK(fsdp_mesh_rank(mesh, 1) == 2 && fsdp_mesh_ranks(NULL, 0, NULL) == -1);
     CALL(NULL, fsdp_shutdown(w));
     CALL(NULL, fsdp_shutdown(other));
@@ -818,7 +822,7 @@ TEST(mesh, eight_dims_cannot_be_split) {
     forget_splits(&f, 1);
 }
 
-/* What a model accepts as its mesh. */
+/* Checks of a model's mesh. */
 TEST(mesh, refused_by_models) {
     static const int32_t square[2] = {2, 2}, cube[3] = {2, 1, 2}, some[2] = {0, 3};
     fake f, g;
@@ -862,8 +866,8 @@ TEST(mesh, refused_by_models) {
     forget_splits(&g, 1);
 }
 
-/* Makes a world of `size` ranks and in it what `what` names, with the n-th allocation of that
-   failing. Returns 0 when there is no n-th one. */
+/* Makes a world of `size` ranks, and in it the object of number `what` while the n-th allocation
+   fails. Returns 0 if there is no n-th allocation. */
 static int fails_at(int size, int what, int n) {
     static const int32_t dims[1] = {1};
     static const char *const two[2] = {"x", "y"};
@@ -892,10 +896,10 @@ static int fails_at(int size, int what, int n) {
     CHECK_STATUS(status, failed ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
     if (failed) CHECK_MSG(out == NULL && heap.live == live, "call %d, allocation %d", what, n);
     else CHECK(out != NULL && heap.live > live);
-    if (failed && size == 1) { /* nobody waits for this rank: it goes on */
+    if (failed && size == 1) { /* no rank waits for this one: it continues */
         CALL(w, fsdp_mesh_create(w, &d, &out));
         CALL(NULL, fsdp_shutdown(w));
-    } else if (what == 1) { /* not collective: the world may go on */
+    } else if (what == 1) { /* not collective: the world can continue */
         fsdp_shutdown(w);
     } else {
         CHECK_STATUS(fsdp_shutdown(w), status);
@@ -973,7 +977,7 @@ TEST_P(mesh_info, kinds, info_rows) {
     free(fakes);
 }
 
-/* The checks of upstream's constructors, and what the text says. */
+/* The checks of upstream's constructors, and the error texts. */
 TEST(mesh_info, refused) {
     static const int32_t shape[2] = {2, 2};
     fake f;
@@ -1012,13 +1016,13 @@ static const lab_param params[] = {
 enum { NUM_PARAMS = sizeof params / sizeof params[0] };
 static const lab_net net = {params, NUM_PARAMS, UNITS};
 
-/* How a mesh is made of a world, and what of it is used. */
+/* A mesh: how it is made from a world, and which of its dims are used. */
 typedef struct form {
     const char *name;
     int world, ndim;
     int32_t shape[3];
-    int kind, shard, replicate; /* kind NOT_BY_INFO: desc.mesh, of the slice if there is one */
-    int slice;                  /* bits of dims, or 0 */
+    int kind, shard, replicate; /* NOT_BY_INFO: desc.mesh, the slice if there is one */
+    int slice;                  /* bits of dims; 0: no slice */
     int32_t ranks[8];           /* all 0: in order */
 } form;
 
@@ -1053,13 +1057,13 @@ static const form forms[] = {
     {"ddp_dim_1_of_2", 6, 2, {3, 2}, DDP_KIND, -1, 1, 0, {5, 4, 3, 2, 1, 0}},
 };
 
-/* Where one unit's gradients meet, and how. */
+/* The ranks that reduce a unit's gradients together, and how. */
 typedef struct place {
     int members, shards, replicas, shard_rank;
     int32_t ranks[8];
 } place;
 
-/* By coordinates alone; 0: this rank is outside. */
+/* Computes a rank's place from coordinates only. Returns 0 if the rank is outside. */
 static int find_place(const form *f, int rank, place *p) {
     int numel = 1, at = -1;
     int32_t order[8];
@@ -1085,7 +1089,7 @@ static int find_place(const form *f, int rank, place *p) {
     return 1;
 }
 
-/* The mesh of a form, or the info of it in `info` (mesh NULL then). */
+/* Returns the mesh of a form; or NULL, and its info in `info`. */
 static const fsdp_mesh *form_mesh(fsdp_world *w, const form *f, fsdp_mesh_info *info) {
     fsdp_mesh *mesh = make(w, f->ndim, f->shape, f->ranks[0] ? f->ranks : NULL, 1), *slice;
     int32_t dims[3];
@@ -1103,13 +1107,13 @@ static const fsdp_mesh *form_mesh(fsdp_world *w, const form *f, fsdp_mesh_info *
     return slice;
 }
 
-/* What a microbatch does to a unit's gradients. SKIP: the unit takes no part in it. */
+/* Treatment of a unit's gradients in a microbatch. SKIP: the unit takes no part in it. */
 enum { FULL, PARTIAL, NO_SYNC, SKIP };
 typedef struct script {
     const char *name;
     int micros, steps;
-    int mode[MICROS_MAX]; /* of all units; or, with random set, a different one for each */
-    int random, multiple; /* multiple: gradients are whole multiples of the number of ranks */
+    int mode[MICROS_MAX]; /* by microbatch, for all units; not used with `random` */
+    int random, multiple; /* multiple: gradients are multiples of the number of members */
 } script;
 
 static const script scripts[] = {
@@ -1124,7 +1128,7 @@ static const script scripts[] = {
 };
 enum { NUM_SCRIPTS = sizeof scripts / sizeof scripts[0], EQUAL_SCRIPTS = 5 };
 
-typedef struct variant { /* of how it is run */
+typedef struct variant { /* the way a training is run */
     int lanes, plain, raf;
     int64_t direct_min;
 } variant;
@@ -1141,16 +1145,16 @@ typedef struct training {
     place place[UNITS];
     const script *s;
     const fsdp_mesh *mesh; /* the model's; NULL: all ranks */
-    int is_part;           /* it is a slice that lacks ranks of its mesh */
+    int is_part;           /* the mesh is a slice without some ranks of its mesh */
     int rank, step, mode[UNITS];
-    int reduces[2]; /* reduce-scatters and all-reduces due */
+    int reduces[2]; /* expected reduce-scatters and all-reduces */
 } training;
 
 static float first_weight(int p, int64_t e) {
     return (float)(lab_hash(h_seed(), (uint64_t)p, (uint64_t)e, 0) % 1024) / 64 - 8;
 }
 
-/* A small whole number, or a multiple of how many ranks it meets. */
+/* Returns a small whole number, or a multiple of the unit's member count. */
 static float gradient(const training *t, int rank, int micro, int p, int64_t e) {
     const uint64_t where = (uint64_t)((t->step * MICROS_MAX + micro) * 64 + rank);
     const int whole = (int)(lab_hash(where, (uint64_t)p, (uint64_t)e, 0) % 19) - 9;
@@ -1172,8 +1176,8 @@ static void choose_modes(training *t, int micro) {
     }
 }
 
-/* What this microbatch makes of the numbers. Sums of whole numbers are exact in any order; what is
-   rounded is their product with 1/members, and what is added to it. */
+/* Computes the expected gradients after a microbatch. Sums of whole numbers are exact in any
+   order; their product with 1/members, and additions to it, are rounded. */
 static void expect(training *t, int micro) {
     lab_truth *truth = &t->truth;
     t->reduces[0] = t->reduces[1] = 0;
@@ -1217,7 +1221,7 @@ static void microbatch(training *t, int micro) {
     CALL(t->w, fsdp_finalize_backward(t->m.model));
 }
 
-/* Which rows of a parameter are mine. */
+/* Checks which rows of a parameter this rank holds. */
 static void check_shard(const training *t, int p, const fsdp_param_view *v) {
     const int u = params[p].unit, dim = params[p].shard_dim;
     fsdp_range range;
@@ -1237,13 +1241,14 @@ static void check_shards(const training *t) {
         if (t->place[params[p].unit].shards == 1) mine += v.numel, all += lab_numel_of(&net, p);
     }
     CHECK_EQ_INT(p, NUM_PARAMS);
-    CHECK_EQ_INT(mine, all); /* what is not sharded is whole */
+    CHECK_EQ_INT(mine, all); /* unsharded parameters are full */
     lab_check_params(&t->m, &t->truth);
     lab_check_grads(&t->m, &t->truth);
 }
 
-/* The norm counts what is replicated once. Each group of ranks that share a unit holds parameters
-   of its own. In a slice of a mesh nobody knows what the other ranks hold. */
+/* Checks the norm: replicated gradients count once. Each group of ranks that shares a unit holds
+   its own parameters. On a slice of a mesh the norm is unsupported: what other ranks hold is not
+   known. */
 static void check_norm(const training *t) {
     double sum = 0, got;
     if (t->is_part) {
@@ -1278,7 +1283,7 @@ static void start_rows(void *user, const fsdp_param_view *rows) {
         ((float *)rows->data)[k] = first_weight(rows->ordinal, fsdp_view_index(rows, k));
 }
 
-/* What the library says of a unit's ranks is what coordinates say. */
+/* Checks a unit's mesh info against the coordinates. */
 static void check_info(const training *t, int u) {
     fsdp_mesh_info info = FSDP_ZERO;
     CALL(t->w, fsdp_unit_mesh_info(t->m.unit[u], &info));
@@ -1315,12 +1320,12 @@ static void train(training *t, const script *s) {
             for (int grads = 0; grads < 2 - params[p].frozen; grads++)
                 lab_check_full(&t->m, &t->truth, p, grads);
         check_norm(t);
-        check_shards(t); /* measured, not scaled */
+        check_shards(t); /* after the norm, without clipping */
         lab_update(&t->m, &t->truth, 0.015625f);
     }
 }
 
-/* Adds unit u; its mesh is the model's, or one of its own. */
+/* Adds unit u, with its own mesh or info, or (both NULL) the model's. */
 static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_info *info) {
     fsdp_param_desc d[LAB_PARAMS];
     fsdp_unit_desc ud = FSDP_ZERO;
@@ -1330,7 +1335,7 @@ static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_
     check_info(t, u);
 }
 
-/* One model, trained by one script; what it came to is compared by the caller. */
+/* Trains one model with one script; the caller compares the result. */
 static training *train_form(fsdp_world *w, const form *f, const variant *how, const fsdp_mesh *mesh,
                             const fsdp_mesh_info *info, const script *s) {
     training *t = (training *)lab_zeros(1, sizeof *t);
@@ -1358,14 +1363,15 @@ static training *train_form(fsdp_world *w, const form *f, const variant *how, co
     return t;
 }
 
-/* With worker threads, which are slow where ranks outnumber cores, only some of the scripts. */
+/* Returns 1 for scripts that are left out: with worker threads, which are slow if ranks
+   outnumber cores, only two scripts run. */
 static int left_out(int how, int what) {
     const int some = variants[how].lanes || W_SLOW;
     return some && strcmp(scripts[what].name, "both") && strcmp(scripts[what].name, "random");
 }
 
-/* All scripts; the first ones come to the same bits: accumulation of partial sums, or of gradients
-   that were not reduced at all, and a reduction of every microbatch. */
+/* All scripts. The first ones end with equal bits: accumulated partial sums, accumulated
+   unreduced gradients, and a reduction in every microbatch. */
 static void train_rank(lab_rank *r) {
     const form *of = (const form *)r->arg;
     fsdp_comm_ops plain = w_plain();
@@ -1405,8 +1411,8 @@ static const form process_forms[] = {
     {"ddp", 3, 1, {3}, DDP_KIND, -1, 0, 0, {0}}};
 TEST_P(hsdp, processes, process_forms) { train_all(row, 1); }
 
-/* Units of one model with meshes of their own: HSDP, sharded over one dim, replicated; the model's
-   is all ranks. */
+/* Units of one model with their own meshes: HSDP, sharded over one dim, replicated; the model's
+   mesh is all ranks. */
 static void own_rank(lab_rank *r) {
     static const form whole = {"whole", 4, 1, {4}, NOT_BY_INFO, 0, -1, 0, {0}},
                       square = {"square", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},

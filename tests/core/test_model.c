@@ -1,13 +1,13 @@
-/* test_model.c - random calls, possible or not, on random models, against a small model that was
-   written from the documents alone: the transition table (core-flow.md 1), the pools (3) and the
-   manual at the top of fsdp.h. After every call it says the status, the state of every unit, which
-   collectives were issued, which slots are held and how many bytes every pool has.
+/* test_model.c - random calls, possible or not, on random models, compared with a small model
+   written from the documents only: the transition table (core-flow.md 1), the pools (3) and the
+   manual at the top of fsdp.h. After each call the model predicts the status, each unit's state,
+   the collectives issued, the slots held, and the bytes of each pool.
 
        FSDP_SEED=123 build/tests/test_model --filter=model.streams     repeats one seed
        FSDP_TRACE=1                                                    prints every call
 
-   One process is one rank of a world on the tables of sim.h, inline or with streams, where the race
-   checker looks on. A seed is many models, each for some thousand calls.
+   One process plays one rank of a world on the tables of sim.h, inline or with streams, where the
+   race checker runs. A seed makes many models, with some thousand calls each.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -16,10 +16,10 @@
 #include "sim.h"
 
 enum { MAX_UNITS = 5, MAX_PARAMS = 4, MAX_LIST = 3, MAX_CLASSES = 64, MAX_COLLS = 64 };
-enum { MAX_ORDER = 64 * MAX_UNITS }; /* the record of forwards is bounded */
+enum { MAX_ORDER = 64 * MAX_UNITS }; /* the order of forwards is bounded */
 enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
 
-/* ---- what a program describes ---------------------------------------------------------------- */
+/* ---- the description of a program ------------------------------------------------------------ */
 
 typedef struct {
     int ndim, dim, frozen, keep;
@@ -31,7 +31,7 @@ typedef struct {
     param params[MAX_PARAMS];
     int num_params, reshard;
     int own_mesh, kind, shards, replicas; /* kind: FSDP_MESH_INFO_* */
-    fsdp_dtype param_dtype, reduce_dtype; /* KEEP: as the model */
+    fsdp_dtype param_dtype, reduce_dtype; /* KEEP: the model's */
 } unit;
 
 typedef struct {
@@ -62,7 +62,7 @@ static void random_mesh(uint64_t *seed, int world, int *kind, int *shards, int *
     *replicas = world / *shards;
 }
 
-/* 0, or an int that divides the shard group. */
+/* Returns 0, or a number of slices that divides the shard group's size. */
 static int random_slices(uint64_t *seed, int shards) {
     int n = 2 + lab_pick(seed, shards);
     return n < shards && shards % n == 0 ? n : 0;
@@ -72,7 +72,7 @@ static void random_unit(uint64_t *seed, const net *n, unit *u, fsdp_dtype dtype,
     static const fsdp_dtype floats[] = {FSDP_F32, FSDP_BF16, FSDP_F64};
     static const fsdp_dtype casts[] = {FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16};
     int frozen = one_in(seed, 8);
-    if (mixed && one_in(seed, 3)) dtype = floats[lab_pick(seed, 3)]; /* of all that are trained */
+    if (mixed && one_in(seed, 3)) dtype = floats[lab_pick(seed, 3)]; /* for all trained ones */
     u->num_params = 1 + lab_pick(seed, MAX_PARAMS);
     for (int i = 0; i < u->num_params; i++) {
         param *p = &u->params[i];
@@ -94,7 +94,7 @@ static void random_unit(uint64_t *seed, const net *n, unit *u, fsdp_dtype dtype,
         u->reshard = random_slices(seed, u->shards);
 }
 
-/* How records run: at once, on streams of the device, in worker threads. */
+/* Ops run inline, on streams of the device, or in worker threads. */
 enum { INLINE, STREAMS, LANES };
 
 static void random_net(uint64_t *seed, net *n, int mode) {
@@ -127,9 +127,10 @@ static void random_net(uint64_t *seed, net *n, int mode) {
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
-/* By training state IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD; in each: outside of backward with
-   and without a forward that is due, inside of backward likewise. '.' impossible, '=' state stays,
-   else the next state. */
+/* The next training state of a unit after each call: '.' the call is impossible, '=' the state
+   stays. Four groups of four columns, one per state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD.
+   In a group: outside backward without and with a forward that waits for its backward, then
+   inside backward without and with one. */
 static const char *const cells[FSDP_CALL_COUNT] = {
     [FSDP_CALL_PRE_FORWARD] = "FF.FFF....==...F",
     [FSDP_CALL_POST_FORWARD] = "....IIII..==....",
@@ -153,21 +154,21 @@ static const char *const cells[FSDP_CALL_COUNT] = {
 
 typedef struct {
     int state, storage, stale, due;
-    int newest; /* of its entries in the record of forwards, -1: none */
+    int newest; /* its newest entry in the order of forwards; -1: none */
     int reshard, keep_backward, sync, all_reduce, no_unshard, reduce_unused;
     double factor;
-    int lists[2][MAX_LIST], counts[2]; /* prefetch: of forward, of backward */
+    int lists[2][MAX_LIST], counts[2]; /* prefetch lists of forward and backward */
     int sum_hook, grad_hooks[MAX_PARAMS];
     int frozen[MAX_PARAMS];
     int used[MAX_PARAMS];    /* since the last reduction */
     int partly[MAX_PARAMS];  /* in sums that wait for the all-reduce */
-    int reduced[MAX_PARAMS]; /* shows at finalize */
-    int has[MAX_PARAMS];     /* a shard gradient */
-    int unreduced, partial;  /* microbatches that wait for the reduction, for the all-reduce */
-    int summed;              /* something was reduced since zero_grad */
-    int slices;              /* what is kept is one of so many */
+    int reduced[MAX_PARAMS]; /* set in the gradient at finalize */
+    int has[MAX_PARAMS];     /* has a shard gradient */
+    int unreduced, partial;  /* 1 if microbatches wait for the reduction, for the all-reduce */
+    int summed;              /* some gradient was reduced since zero_grad */
+    int slices;              /* number of slices, of which the unit keeps one */
     int holds[FSDP_POOL_COUNT], prefetched;
-    int64_t bytes[FSDP_POOL_COUNT]; /* of one slot */
+    int64_t bytes[FSDP_POOL_COUNT]; /* size of one slot */
 } unit_model;
 
 typedef struct {
@@ -177,20 +178,20 @@ typedef struct {
 
 typedef struct {
     int kind, label, unit, group;
-    uint64_t count, nbytes; /* nbytes: of one element */
+    uint64_t count, nbytes; /* nbytes: size of one element */
 } coll;
 
 typedef struct {
     const net *n;
-    int backward, grad_enabled, is_last, failed; /* failed: a hook has, since finalize */
+    int backward, grad_enabled, is_last, failed; /* failed: a hook failed since finalize */
     unit_model units[MAX_UNITS];
-    int order[MAX_ORDER], before[MAX_ORDER], num_order; /* forwards: the unit; its entry before */
+    int order[MAX_ORDER], before[MAX_ORDER], num_order; /* the unit, and its previous entry */
     slot_class classes[MAX_CLASSES];
     int num_classes;
-    /* Of the latest call: */
+    /* The latest call: */
     coll colls[MAX_COLLS];
     int num_colls;
-    int copies_in, slices, sums_seen, grads_seen; /* copies; calls of hooks */
+    int copies_in, slices, sums_seen, grads_seen; /* numbers of copies and of hook calls */
 } model;
 
 static void model_start(model *m, const net *n) {
@@ -207,7 +208,7 @@ static void model_start(model *m, const net *n) {
     }
 }
 
-/* -- what follows from the descs -- */
+/* -- derived from the descs -- */
 
 static fsdp_dtype gathered_as(const net *n, const unit *u, const param *p) {
     fsdp_dtype cast = u->param_dtype ? u->param_dtype : n->param_dtype;
@@ -220,7 +221,7 @@ static int size_of(fsdp_dtype dtype) { return (int)fsdp_dtype_size(dtype); }
 
 enum { ALL, TRAINABLE, NOT_EMPTY };
 
-/* Pairs of dtypes (stored, gathered) of a unit's parameters. */
+/* Returns the number of pairs of dtypes (stored, gathered) of a unit's parameters. */
 static int pairs_of(const model *m, int i, int which) {
     const unit *u = &m->n->units[i];
     int pairs = 0, counts[MAX_PARAMS];
@@ -243,7 +244,8 @@ static int trainables(const model *m, int i) {
     return count;
 }
 
-/* Full parameters begin at multiples of these bytes; alone in its shard group a rank pads shards. */
+/* Alignment of full parameters, in bytes. A rank that is the whole shard group pads its shards
+   to it. */
 static int64_t grain_of(const net *n) { return n->async ? 256 : 64; }
 static int64_t aligned(int64_t x, int64_t to) { return x ? (x + to - 1) / to * to : to; }
 static int64_t held_of(const net *n, const unit *u, const param *p) {
@@ -252,7 +254,8 @@ static int64_t held_of(const net *n, const unit *u, const param *p) {
                                     : aligned(stored, grain_of(n) / size_of(gathered_as(n, u, p)));
 }
 
-/* What one rank brings to a gather of the unit over its shard group: elements of a size. */
+/* Returns the number of elements that one rank contributes to a gather of the unit over its
+   shard group. Sets *nbytes to the size of an element. */
 static uint64_t gather_count(const model *m, int i, uint64_t *nbytes) {
     const unit *u = &m->n->units[i];
     uint64_t elements = 0, bytes = 0;
@@ -274,7 +277,7 @@ static int casts(const model *m, int i) {
     return cast;
 }
 
-/* The dtype that the reduction runs in: the policy's, else that of the shard gradients. */
+/* Returns the dtype of the reduction: the policy's, otherwise that of the shard gradients. */
 static fsdp_dtype reduced_in(const model *m, int i) {
     const unit *u = &m->n->units[i];
     fsdp_dtype d = u->reduce_dtype ? u->reduce_dtype : m->n->reduce_dtype;
@@ -283,8 +286,8 @@ static fsdp_dtype reduced_in(const model *m, int i) {
     return d;
 }
 
-/* Where all trainable parameters are of one pair, the dtype of the gathered gradients, else 0: they
-   do not lie as one. */
+/* Returns the dtype of the gathered gradients if all trainable parameters have the same pair of
+   dtypes, otherwise 0: the gradients do not lie in one block. */
 static fsdp_dtype grads_in(const model *m, int i) {
     const unit *u = &m->n->units[i];
     int k = 0;
@@ -294,23 +297,25 @@ static fsdp_dtype grads_in(const model *m, int i) {
 }
 static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
-/* Shards are copied into the slot: cast, brought from the host, from several blocks; and with debug
-   or AddressSanitizer those of one rank, so that a kept pointer finds NaN or stops. */
+/* Returns 1 if shards are copied into the slot: if they are cast, come from the host or from
+   several blocks; with debug or AddressSanitizer also in a shard group of one, so that a kept
+   pointer finds NaN or is reported. */
 static int moves(const model *m, int i) {
     return m->n->offload || casts(m, i) || pairs_of(m, i, ALL) > 1 ||
            ((m->n->debug || (W_ASAN && !m->n->async)) && m->n->units[i].shards == 1);
 }
 
-/* The reduction goes from the gradients, or from what waited for it, straight to the shard
-   gradients: it casts, scales and adds on its way. */
+/* Returns 1 if the reduction writes the gradients, or the unreduced ones, straight into the
+   shard gradients, and casts, scales and adds on the way. */
 static int straight(const model *m, int i, int hook) {
     const unit *d = &m->n->units[i];
     return d->replicas == 1 && (d->shards == 1 || (m->n->fused && !m->n->offload)) &&
            pairs_of(m, i, TRAINABLE) == 1 && is_wide(reduced_in(m, i)) && !hook;
 }
 
-/* The gradients have to be copied to be reduced: no sum of another dtype takes them as they are.
-   hook: there is an all-reduce hook, which is given the sums in their dtype. */
+/* Returns 1 if the gradients must be copied before their reduction, because no sum in another
+   dtype takes them as they are. hook: an all-reduce hook is set, which gets the sums in their
+   dtype. */
 static int converts(const model *m, int i, int hook) {
     fsdp_dtype in = grads_in(m, i), red = reduced_in(m, i);
     int narrow = in == FSDP_BF16 || in == FSDP_F16;
@@ -320,20 +325,21 @@ static int converts(const model *m, int i, int hook) {
 
 /* -- slots -- */
 
-/* With streams two slots are there where one is filled while another is in use, whichever unit
-   takes one first. Parameters of a unit that is alone in its size are never in two. */
+/* With streams there are two slots of a size if one may be filled while the other is in use,
+   whichever unit takes a slot first. The parameters of the only unit of a size are never in two
+   slots. */
 static int filled_ahead(const model *m, int pool, int64_t bytes) {
     int ahead = 0, units = 0;
     for (int i = 0; i < m->n->num_units; i++) {
         if (m->units[i].bytes[pool] != bytes) continue;
         ahead |= pool == FSDP_POOL_GATHER && units++ > 0;
-        ahead |= pool == FSDP_POOL_GRAD && !converts(m, i, 0); /* hooks come and go */
+        ahead |= pool == FSDP_POOL_GRAD && !converts(m, i, 0); /* hooks may be set and removed */
         ahead |= pool == FSDP_POOL_REDUCE_OUT && m->n->units[i].replicas > 1;
     }
     return ahead && (m->n->async || m->n->lanes);
 }
 
-/* Slots of one pool and size, whichever units take them. */
+/* Returns the class of slots of one pool and size, whichever units take them. */
 static slot_class *class_of(model *m, int pool, int64_t bytes) {
     slot_class *c = m->classes;
     while (c < m->classes + m->num_classes && (c->pool != pool || c->bytes != bytes)) c++;
@@ -381,7 +387,7 @@ static void reshard(model *m, int i) {
     u->stale = u->prefetched = 0;
 }
 
-static int gathers(const unit_model *u) { /* unshard would */
+static int gathers(const unit_model *u) { /* Returns 1 if unshard gathers. */
     return u->stale || u->storage == FSDP_STORAGE_SHARDED ||
            u->storage == FSDP_STORAGE_SHARDED_POST_FORWARD;
 }
@@ -436,13 +442,13 @@ static void reshard_forward(model *m, int i) {
     m->slices += count > 0;
 }
 
-/* What nobody has waited for was gathered for nothing. */
+/* A gather that no call has waited for was not needed. */
 static void reshard_backward(model *m, int i) {
     const unit_model *u = &m->units[i];
     if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward) reshard(m, i);
 }
 
-/* The gradient is written straight into the shard gradient. */
+/* Returns 1 if backward writes straight into the shard gradient. */
 static int aliases(const model *m, int i) {
     const unit *d = &m->n->units[i];
     const unit_model *u = &m->units[i];
@@ -459,21 +465,21 @@ static int aliases(const model *m, int i) {
 }
 
 static void grads(model *m, int i) {
-    for (int k = 0; k < m->n->units[i].num_params; k++) /* zeros where nobody writes */
+    for (int k = 0; k < m->n->units[i].num_params; k++) /* zeros if backward writes nothing */
         if (m->units[i].reduce_unused && !m->units[i].frozen[k]) m->units[i].used[k] = 1;
     if (trainables(m, i) == 0 || aliases(m, i) || m->units[i].holds[FSDP_POOL_GRAD]) return;
     take(m, i, FSDP_POOL_GRAD);
 }
 
-/* Does a reduction come now? Where one rank holds everything, sums over the shard group are the
-   gradients themselves, so that without the all-reduce there is nothing to do yet. */
+/* Returns 1 if post_backward reduces. If one rank holds the full parameters, the sums over the
+   shard group are the gradients themselves: without the all-reduce nothing is reduced yet. */
 static int syncs(const model *m, int i) {
     const unit *d = &m->n->units[i];
     const unit_model *u = &m->units[i];
     return u->sync && (u->all_reduce || d->shards > 1 || d->replicas == 1);
 }
 
-/* The gradients of a backward become the reduction's input, or wait to be it. */
+/* The gradients of a backward become the reduction's input, or wait for the reduction. */
 static void accumulate(model *m, int i) {
     unit_model *u = &m->units[i];
     int waits = !syncs(m, i) || u->unreduced;
@@ -483,7 +489,7 @@ static void accumulate(model *m, int i) {
     give(m, i, FSDP_POOL_GRAD);
 }
 
-/* The reduction needs an output that is not the shard gradients. */
+/* Returns 1 if the reduction needs an output apart from the shard gradients. */
 static int takes_out(const model *m, int i) {
     const unit *d = &m->n->units[i];
     if (d->shards == 1 || straight(m, i, m->units[i].sum_hook)) return 0;
@@ -495,7 +501,8 @@ static int takes_out(const model *m, int i) {
     return m->units[i].summed;
 }
 
-/* The sums over the shard group go to the shard gradients, over the replicas if there are any. */
+/* The sums over the shard group, after the all-reduce over the replicas if there are any, go
+   into the shard gradients. */
 static void sum_replicas(model *m, int i, uint64_t count) {
     const unit *d = &m->n->units[i];
     unit_model *u = &m->units[i];
@@ -521,8 +528,8 @@ static void sum_replicas(model *m, int i, uint64_t count) {
     u->summed = 1;
 }
 
-/* From the gradients of a backward (fresh), and from what waited for it, to the shard gradients, as
-   far as the unit's policy goes. */
+/* Reduces the gradients of a backward (fresh) and the unreduced ones into the shard gradients,
+   as far as the unit's policy allows. */
 static void reduce(model *m, int i, int fresh) {
     const unit *d = &m->n->units[i];
     unit_model *u = &m->units[i];
@@ -533,7 +540,7 @@ static void reduce(model *m, int i, int fresh) {
         any |= u->used[k];
         if (!u->frozen[k]) count += (uint64_t)held_of(m->n, d, &d->params[k]);
     }
-    if (!any) { /* nothing was used, nothing is there */
+    if (!any) { /* no parameter was used, and no gradient waits */
         give(m, i, FSDP_POOL_GRAD);
         give(m, i, FSDP_POOL_REDUCE_IN);
         u->unreduced = 0;
@@ -544,7 +551,7 @@ static void reduce(model *m, int i, int fresh) {
     if (!syncs(m, i)) return;
     if (u->unreduced) {
         fsdp_dtype in = u->holds[FSDP_POOL_REDUCE_IN] ? reduced_in(m, i) : grads_in(m, i);
-        int adds = u->partial && m->n->fused && is_wide(reduced_in(m, i)); /* to what waits */
+        int adds = u->partial && m->n->fused && is_wide(reduced_in(m, i)); /* to waiting sums */
         if (takes_out(m, i) && !adds) take(m, i, FSDP_POOL_REDUCE_OUT);
         if (d->shards > 1 && count)
             issue(m, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, i, d->shards, count,
@@ -567,7 +574,8 @@ static char cell_of(const model *m, int i, int call) {
     return cells[call][4 * u->state + 2 * m->backward + (u->due > 0)];
 }
 
-/* A call of the model (i < 0) asks all units; some must hold no gradients that are not reduced. */
+/* Returns 1 if the call is possible: for unit i, or for all units if i < 0. Some calls require
+   that no unit holds unreduced gradients. */
 static int possible(const model *m, int i, int call) {
     int reduced = call == FSDP_CALL_LOAD || call == FSDP_CALL_REQUIRES_GRAD;
     for (int k = 0; k < m->n->num_units; k++)
@@ -610,7 +618,7 @@ static void call_hook(model *m, int i, int call) {
         reshard_forward(m, i);
     }
     if (call == FSDP_CALL_PRE_BACKWARD && next == 'P') {
-        u->due -= m->is_last; /* else another backward may come */
+        u->due -= m->is_last; /* otherwise another backward may follow */
         m->backward = 1;
         if (!u->no_unshard) unshard(m, i);
         wait_for(u);
@@ -668,12 +676,12 @@ static void stale_all(model *m) {
         m->units[i].stale = m->units[i].storage != FSDP_STORAGE_SHARDED;
 }
 
-/* A public call. i < 0: of the model. Returns the status it has to give. */
+/* Makes a public call on unit i, or on the model if i < 0. Returns the expected status. */
 static fsdp_status call_model(model *m, int i, int call) {
     int hook = call <= FSDP_CALL_RESHARD,
         remembered = hook || call == FSDP_CALL_SET || call == FSDP_CALL_REQUIRES_GRAD ||
                      call == FSDP_CALL_ZERO_GRAD ||
-                     call == FSDP_CALL_PARAMS_CHANGED; /* what may go unchecked */
+                     call == FSDP_CALL_PARAMS_CHANGED; /* callers may ignore its status */
     int failed = m->failed;
     if (!possible(m, i, call)) {
         m->failed |= remembered;
@@ -698,18 +706,18 @@ typedef struct {
     model m;
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS];
-    fsdp_op colls[MAX_COLLS]; /* of the latest call */
+    fsdp_op colls[MAX_COLLS]; /* ops of the latest call */
     int num_colls;
-    int copies_in, slices, sums_seen, grads_seen; /* likewise */
+    int copies_in, slices, sums_seen, grads_seen; /* latest call, too */
     int shards_read;                              /* a gather was issued since finalize */
-    uint64_t seed, at;                            /* the run's; its random numbers */
+    uint64_t seed, at;                            /* seed of the run; state of its random numbers */
     int64_t step;
     char call[128];
     int trace;
     int64_t possible, impossible, gathers, reductions, all_reduces, prefetches;
 } bed;
 
-/* Where it was, and how to come back. */
+/* Checks a condition; a failure prints the step and the command that repeats it. */
 #define MODEL_CHECK(b, cond, ...)                                                                  \
     do {                                                                                           \
         char model_text[1600];                                                                     \
@@ -807,7 +815,7 @@ static void bed_open(bed *b) {
     if (b->trace) print_net(b);
 }
 
-/* With FSDP_TRACE: what the model is made of. */
+/* Prints the model's description, with FSDP_TRACE. */
 static void print_net(const bed *b) {
     const net *n = &b->n;
     fprintf(stderr,
@@ -893,7 +901,7 @@ static void compare_rest(bed *b) {
     MODEL_CHECK(b, b->copies_in == m->copies_in, "%d copies in, model %d", b->copies_in,
                 m->copies_in);
     MODEL_CHECK(b, b->slices == m->slices, "%d slices, model %d", b->slices, m->slices);
-    if (b->n.lanes) return; /* hooks run in workers, behind the call */
+    if (b->n.lanes) return; /* hooks run in worker threads, after the call */
     MODEL_CHECK(b, b->sums_seen == m->sums_seen, "%d calls of all-reduce hooks, model %d",
                 b->sums_seen, m->sums_seen);
     MODEL_CHECK(b, b->grads_seen == m->grads_seen, "%d calls of gradient hooks, model %d",
@@ -933,8 +941,9 @@ static void compare_memory(bed *b) {
     }
 }
 
-/* The size of a slot of each pool: from the library, and inside of what the shapes allow. Tensors
-   start at multiples of 64 bytes (streams: 256); packed ones lie in a slot twice, before and after copy-out. */
+/* Takes the sizes of each pool's slots from the library, and checks them against bounds from the
+   shapes. Tensors begin at multiples of 64 bytes (streams: 256); packed ones lie in a slot
+   twice, before and after copy-out. */
 static void measure(bed *b) {
     for (int i = 0; i < b->n.num_units; i++) {
         const unit *d = &b->n.units[i];
@@ -985,14 +994,14 @@ static H_PRINTF(2, 3) void begin(bed *b, const char *format, ...) {
     b->m.copies_in = b->m.slices = b->m.sums_seen = b->m.grads_seen = 0;
 }
 
-/* The call has been made on both: they have to agree. */
+/* Compares model and library after a call that was made on both. */
 static void agree(bed *b, fsdp_status expected, fsdp_status got, const fsdp_counters *before) {
     fsdp_counters after = counters_of(b);
     MODEL_CHECK(b, got == expected, "%s, model %s (%s)", fsdp_status_name(got),
                 fsdp_status_name(expected), fsdp_last_error(b->s.world));
     if (got) b->impossible++;
     else b->possible++;
-    if (before) /* refused: nothing may have been done */
+    if (before) /* a refused call must not issue ops */
         MODEL_CHECK(b, !memcmp(before, &after, sizeof after), "refused, but ops were issued");
     for (int k = 0; k < b->num_colls; k++) {
         b->gathers += b->colls[k].label == FSDP_LABEL_GATHER;
@@ -1029,7 +1038,7 @@ static const char *const call_names[FSDP_CALL_COUNT] = {
 #undef FSDP_X
 };
 
-/* A call that needs no arguments but its unit. */
+/* Makes a call that has no argument except its unit. */
 static void plain(bed *b, int i, int call) {
     fsdp_counters before = counters_of(b);
     int refused = !possible(&b->m, i, call);
@@ -1040,7 +1049,7 @@ static void plain(bed *b, int i, int call) {
     agree(b, expected, got, refused ? &before : NULL);
 }
 
-/* -- the caller's own work -- */
+/* -- the caller's work -- */
 
 static void touch(bed *b, const char *what, void *ptr, int64_t nbytes, int write) {
     if (b->n.offload && !strcmp(what, "optimizer")) { /* shards are in host memory */
@@ -1053,7 +1062,7 @@ static void touch(bed *b, const char *what, void *ptr, int64_t nbytes, int write
     }
 }
 
-/* Reads what is gathered, writes the gradients of some parameters. */
+/* Reads gathered parameters, and writes the gradients of some. */
 static void compute(bed *b) {
     for (int i = 0; i < b->n.num_units; i++) {
         unit_model *u = &b->m.units[i];
@@ -1061,7 +1070,7 @@ static void compute(bed *b) {
         for (int k = 0; k < d->num_params && one_in(&b->at, 2); k++) {
             int64_t nbytes = lab_numel(d->params[k].ndim, d->params[k].shape) *
                              size_of(gathered_as(&b->n, d, &d->params[k]));
-            /* a stale copy may be the shard itself, which his own hook has written since */
+            /* a stale copy may be the shard itself, which the user's hook has written since */
             if (u->storage == FSDP_STORAGE_UNSHARDED && !(u->stale && b->n.hooks))
                 touch(b, "layer", fsdp_data(b->units[i], k), nbytes, 0);
             if (u->state != FSDP_STATE_PRE_BACKWARD || u->frozen[k] || one_in(&b->at, 2)) continue;
@@ -1071,14 +1080,15 @@ static void compute(bed *b) {
     }
 }
 
-/* Writes shards; gathers that the caller has not waited for read them. */
+/* Writes shards, after the gathers that read them. */
 static void optimize(bed *b) {
     static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16, FSDP_F64};
     fsdp_flat flat;
     if (!possible(&b->m, -1, FSDP_CALL_PARAMS_CHANGED)) return;
     for (int i = 0; i < b->n.num_units; i++)
         if (b->m.units[i].storage == FSDP_STORAGE_IN_FLIGHT) plain(b, i, FSDP_CALL_WAIT);
-    /* offloaded shards are written by the host: it waits for its stream, if not finalize has */
+    /* The host writes offloaded shards: unless finalize has waited for the stream, the host
+       does. */
     if (b->n.offload && b->shards_read && b->n.async) sim_host_waits(&b->s);
     for (int k = 0; k < 3; k++) {
         CHECK_OK(fsdp_model_flat(b->model, dtypes[k], &flat));
@@ -1206,7 +1216,7 @@ static void set_list(bed *b, int i) {
     if (expected) CHECK_EQ_INT(counters_of(b).allocations, before.allocations);
 }
 
-/* Functions of the user, in the order of the stream that they are given. */
+/* Functions of the user, ordered on the stream that they receive. */
 static fsdp_status sum_hook(void *user, fsdp_unit *u, void *data, int64_t numel, fsdp_dtype dtype,
                             void *stream) {
     bed *b = (bed *)user;
@@ -1251,7 +1261,7 @@ static void set_switch(bed *b) {
     else b->m.is_last = on;
 }
 
-/* Trainables of a unit are stored in one dtype. */
+/* Returns 1 if the unit's trainable parameters would still be stored in one dtype. */
 static int trains_with(const bed *b, int i, int k) {
     const unit *u = &b->n.units[i];
     int fits = 1;
@@ -1260,7 +1270,8 @@ static int trains_with(const bed *b, int i, int k) {
     return fits;
 }
 
-/* A new layout: nothing is gathered, and slots are of other sizes. */
+/* Freezes or thaws a parameter: a new layout, in which nothing is gathered and slot sizes
+   change. */
 static void thaw(bed *b, int i) {
     int k = lab_pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2);
     unit_model *u = &b->m.units[i];
@@ -1309,7 +1320,7 @@ static void full(bed *b, int i) {
     fsdp_counters before = counters_of(b);
     begin(b, "param_full%s of unit %d, parameter %d", grad ? "_grad" : "", i, k);
     fsdp_status expected = call_model(&b->m, -1, FSDP_CALL_FULL);
-    if (grad && b->m.units[i].frozen[k]) expected = FSDP_ERR_INVALID_STATE; /* none to gather */
+    if (grad && b->m.units[i].frozen[k]) expected = FSDP_ERR_INVALID_STATE; /* no gradient */
     if (!expected && d->shards > 1 && stored && (!grad || b->m.units[i].summed))
         issue(&b->m, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, i, d->shards, stored,
               (uint64_t)size_of(grad ? grad_as(&b->n, p) : p->dtype));
@@ -1331,19 +1342,19 @@ static void load(bed *b, int i) {
     int refused = none || !possible(&b->m, -1, FSDP_CALL_LOAD);
     fsdp_status expected = none ? FSDP_ERR_INVALID_ARG : call_model(&b->m, -1, FSDP_CALL_LOAD);
     fsdp_status got = fsdp_param_load(b->units[i], 0, none ? NULL : zeros);
-    if (none && got == FSDP_ERR_INVALID_STATE) expected = got; /* either may be looked at first */
+    if (none && got == FSDP_ERR_INVALID_STATE) expected = got; /* either may be checked first */
     fsdp_param_view v;
     CHECK_OK(fsdp_param_view_get(b->units[i], 0, &v));
-    if (!got) /* the library has written it, on the host */
+    if (!got) /* the library wrote it on the host */
         sim_touch(&b->s, SIM_HOST, "param_load", v.shard, v.numel * size_of(v.dtype), 1);
     agree(b, expected, got, refused ? &before : NULL);
 }
 
 /* ---- prediction ------------------------------------------------------------------------------ */
 
-/* What a step needs, as the manual has it: one forward and one backward of every unit in the order
-   of their creation and back; one that never reshards in a model that does is open around those
-   that do. Everything is used, nothing is left from before. */
+/* The step of a prediction, as in the manual: one forward and one backward of each unit, in the
+   order of creation and in reverse. In a model that reshards, a unit that never reshards stays
+   open around those that do. All parameters are used, and no earlier gradients exist. */
 static void rehearse(const model *m, model *dry) {
     static const int calls[2][2] = {{FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD},
                                     {FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD}};
@@ -1383,7 +1394,7 @@ static void predict(bed *b) {
     agree(b, FSDP_OK, FSDP_OK, NULL);
 }
 
-/* The same slots are there afterwards, whatever else there was. */
+/* Reserved slots exist afterwards, in addition to those that existed. */
 static void reserve(bed *b) {
     static model dry;
     begin(b, "reserve");
@@ -1398,7 +1409,7 @@ static void reserve(bed *b) {
 
 /* ---- random steps ---------------------------------------------------------------------------- */
 
-/* A unit for which the call is possible, if there is one; now and then any. */
+/* Returns a unit for which the call is possible, if there is one; in one of 8 calls any unit. */
 static int unit_for(bed *b, int call) {
     int n = b->n.num_units, i = lab_pick(&b->at, n);
     if (one_in(&b->at, 8)) return i;
@@ -1407,7 +1418,7 @@ static int unit_for(bed *b, int call) {
     return i;
 }
 
-/* One of the hooks of a step that are possible, mostly: else the walk would not come far. */
+/* Makes a random hook, mostly one that is possible: otherwise the walk would not get far. */
 static void random_hook(bed *b) {
     static const uint8_t all[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                   FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
@@ -1457,7 +1468,7 @@ static void random_call(bed *b) {
     else if (one_in(&b->at, 8)) reserve(b);
 }
 
-/* One seed: `steps` calls on a row of models. Adds to the totals. */
+/* Runs `steps` calls of one seed on a sequence of models, and adds to the totals. */
 static void run_seed(uint64_t seed, int mode, int64_t steps, int64_t *totals) {
     bed *b = (bed *)lab_zeros(1, sizeof *b);
     int64_t step = 0;

@@ -1,6 +1,6 @@
 /* test_norm.c - the norm of all gradients and clipping on meshes of every form: all ways in which
-   the dims of a mesh can shard, replicate, or do neither, for a model and for a unit with a mesh
-   info of its own, against a sum over the distinct elements that one loop makes.
+   the dims of a mesh can shard, replicate, or do neither, for a model and for a unit with its own
+   mesh info, compared with a sum over the distinct elements in one loop.
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
 #include "harness.h"
@@ -17,15 +17,15 @@ static const struct {
 
 static int64_t numel_of(int u, int p) { return params[u][p].rows * params[u][p].cols; }
 
-/* A mesh, and which of its dims shard and replicate for each unit, as sets of bits. Unit 0 is as
-   the model. */
+/* A mesh, and the dims that shard and replicate for each unit, as bit masks. Unit 0 is as the
+   model. */
 typedef struct layout {
     int ndim, numel;
     int32_t shape[3];
     int shard[UNITS], replicate[UNITS];
 } layout;
 
-/* Coordinate of a place of the mesh along a set of dims, row-major; 0 along none. */
+/* Returns a position's coordinate along a set of dims, row-major; 0 along none. */
 static int coord(const layout *l, int place, int set) {
     int at = 0;
     for (int d = l->ndim - 1, stride = 1; d >= 0; place /= l->shape[d--]) {
@@ -36,13 +36,13 @@ static int coord(const layout *l, int place, int set) {
     return at;
 }
 
-/* Places with equal numbers hold parts and copies of the same parameters of the unit. */
+/* Returns a number that is equal for positions with shards or replicas of the same parameters. */
 static int parameters_of(const layout *l, int u, int place) {
     return coord(l, place, ~(l->shard[u] | l->replicate[u]));
 }
 
-/* What a place writes as gradient, and the sum of that over those that share the parameters: small
-   integers, so that every sum is exact. */
+/* The gradient that a position writes, and its sum over the positions that share the parameters:
+   small integers, so that every sum is exact. */
 static double written(const layout *l, int u, int p, int64_t e, int place) {
     const int id = parameters_of(l, u, place);
     return (double)((id * 31 + u * 17 + p * 5 + e * 7) % 23 - 11) +
@@ -55,7 +55,7 @@ static double gradient(const layout *l, int u, int p, int64_t e, int place) {
     return sum;
 }
 
-/* By definition: each distinct element once. */
+/* Computes the norm by definition: each distinct element once. */
 static double norm_of(const layout *l, double power) {
     double sum = 0;
     for (int u = 0; u < UNITS; u++)
@@ -110,7 +110,7 @@ static void add_unit(rig *x, int u, const fsdp_mesh *mesh, const fsdp_mesh_info 
     CALL(x->w, fsdp_fully_shard(x->m, &d, &x->u[u]));
 }
 
-/* Forward and backward; every gradient is the sum of what the members wrote. */
+/* Runs forward and backward; every gradient is the sum over the members. */
 static void backward(rig *x, const layout *l, int place) {
     CALL(x->w, fsdp_set_gradient_divide_factor(x->m, NULL, 1));
     for (int u = 0; u < UNITS; u++) CALL(x->w, fsdp_pre_forward(x->u[u]));
@@ -127,7 +127,7 @@ static void backward(rig *x, const layout *l, int place) {
     CALL(x->w, fsdp_finalize_backward(x->m));
 }
 
-/* My gradients are what they should be times a factor. */
+/* Checks this rank's gradients against the expected ones times a factor. */
 static void check_grads(const rig *x, const layout *l, int place, double factor) {
     fsdp_param_view v = FSDP_ZERO;
     int seen = 0;
@@ -143,8 +143,9 @@ static void check_grads(const rig *x, const layout *l, int place, double factor)
     CHECK_EQ_INT(seen, UNITS * PARAMS);
 }
 
-/* Norms by four powers, equal on all ranks of the mesh to the bit; then clipping by the second. A
-   mesh of the whole world asks for one collective, however many dims it has. */
+/* Checks norms of four powers, which must have equal bits on all ranks of the mesh, then
+   clipping by the last one. On a mesh of the whole world a norm is one collective, for any
+   number of dims. */
 static void check_norms(const rig *x, const fsdp_mesh *mesh, const layout *l, int place) {
     static const double powers[] = {1, 3, (double)INFINITY, 2};
     const int whole = l->numel == fsdp_world_size(x->w);
@@ -168,14 +169,15 @@ static void check_norms(const rig *x, const fsdp_mesh *mesh, const layout *l, in
         bits[1] = -bits[0];
         CALL(x->w, fsdp_all_reduce(x->w, mesh, bits, 2, FSDP_I64, FSDP_MAX));
         W_CHECK(bits[0] == -bits[1], "ranks have different norms, power %g", powers[n]);
-        if (n == 2) check_grads(x, l, place, 1); /* measured, not scaled */
+        if (n == 2) check_grads(x, l, place, 1); /* measured without clipping */
     }
     check_grads(x, l, place, 0.5 * norm / (norm + 1e-6));
 }
 
 /* ---- every mesh, every assignment ------------------------------------------------------------ */
 
-/* The pairs (shard, replicate) of dims of a mesh; at least one is given. Returns how many. */
+/* Sets `out` to the pairs (shard, replicate) of dims, of which at most one is -1. Returns their
+   number. */
 static int assignments(int ndim, int out[][2]) {
     int num = 0;
     for (int s = -1; s < ndim; s++)
@@ -186,7 +188,7 @@ static int assignments(int ndim, int out[][2]) {
 
 static int bit_of(int dim) { return dim < 0 ? 0 : 1 << dim; }
 
-/* The shapes of up to three dims with so many places. */
+/* Sets `out` to the shapes of up to three dims with `numel` positions. Returns their number. */
 static int shapes(int numel, layout *out) {
     int num = 0;
     for (int ndim = 1; ndim <= 3; ndim++)
@@ -203,7 +205,7 @@ static int shapes(int numel, layout *out) {
 }
 enum { SHAPES_MAX = 20, ASSIGNMENTS_MAX = 12 };
 
-/* With `spare` the world has a rank more, and the mesh has the others in another order. */
+/* With `spare` the world has one rank more, and the mesh has the others in another order. */
 static const struct row {
     const char *name;
     int ranks, spare, lanes;
@@ -213,7 +215,7 @@ static const struct row {
 
 typedef struct job {
     const struct row *row;
-    int cases; /* of the first place */
+    int cases; /* counted at position 0 */
 } job;
 
 static void on_mesh(job *j, fsdp_world *w, layout *l, const int32_t *ranks, int place) {
@@ -269,9 +271,9 @@ TEST_P(norm, every_assignment, rows, SECONDS(120) | SLOW | (row->ranks == 4 && !
     h_message("%d pairs of a model and a unit", j.cases);
 }
 
-/* ---- parameters of several dtypes ---------------------------------------------------------- */
+/* ---- parameters of several dtypes ------------------------------------------------------------ */
 
-/* One norm over all of them, whichever comes first. */
+/* One norm over all dtypes, in any order. */
 static void several_dtypes(lab_rank *r) {
     static const fsdp_dtype dtypes[3] = {FSDP_F64, FSDP_F32, FSDP_BF16};
     fsdp_param_desc p[3];
@@ -306,10 +308,10 @@ TEST(norm, several_dtypes) {
 
 /* ---- slices ---------------------------------------------------------------------------------- */
 
-/* What is tried with the slice of some dims, or with a mesh that is made from it. */
+/* The slice of some dims, and meshes made from it. */
 enum { AS_IT_IS, FLAT, SPLIT, FORMS };
 
-/* A mesh info on the slice: all its dims that there are roles for. */
+/* Returns a mesh info on the slice: its first dim shards, its second one replicates. */
 static fsdp_mesh_info use_of(fsdp_world *w, const fsdp_mesh *mesh) {
     return info_of(w, mesh, 0, fsdp_mesh_ndim(mesh) > 1 ? 1 : -1);
 }
@@ -326,8 +328,8 @@ static fsdp_mesh *slice_of(fsdp_world *w, const fsdp_mesh *mesh, int set, int fo
     return out;
 }
 
-/* The model's mesh is a slice, or made from one. Its norm is known if it has all ranks of the mesh;
-   else the call is refused, and nothing is scaled. */
+/* Checks a model whose mesh is a slice, or made from one. If the mesh lacks ranks of the whole
+   one, the norm is refused, and nothing is scaled. */
 static void model_on_slice(fsdp_world *w, const layout *l, const fsdp_mesh *mesh, int lacks,
                            int *refused) {
     fsdp_model_desc md = FSDP_ZERO;
@@ -346,13 +348,13 @@ static void model_on_slice(fsdp_world *w, const layout *l, const fsdp_mesh *mesh
         W_CHECK(norm == -1 && strstr(fsdp_last_error(w), "mesh_info"), "norm %g, \"%s\"", norm,
                 fsdp_last_error(w));
         check_grads(&x, l, fsdp_rank(w), 1);
-        CHECK_STATUS(fsdp_grad_norm(x.m, &norm), FSDP_ERR_INVALID_STATE); /* none was measured */
+        CHECK_STATUS(fsdp_grad_norm(x.m, &norm), FSDP_ERR_INVALID_STATE); /* no norm was measured */
         ++*refused;
     }
     fsdp_model_destroy(x.m);
 }
 
-/* A unit on a slice of the mesh whose model has all of it: the ranks beside it hold others. */
+/* Checks a unit on a slice of the model's mesh: ranks outside the slice hold other parameters. */
 static void unit_on_slice(fsdp_world *w, layout *l, const fsdp_mesh *mesh, const fsdp_mesh *slice) {
     fsdp_model_desc md = FSDP_ZERO;
     const int last = l->ndim - 1;
@@ -387,7 +389,7 @@ static void every_slice(lab_rank *r) {
                          l->shape[0], l->shape[1], l->shape[2], set, form, rank);
                 for (int k = 0; k < l->ndim; k++)
                     if (set >> k & 1 && found < 2) dims[found++] = k;
-                for (int u = 0; u < UNITS; u++) { /* as use_of does it */
+                for (int u = 0; u < UNITS; u++) { /* the roles that use_of gives */
                     l->shard[u] = form == FLAT ? set : form == SPLIT ? 0 : bit_of(dims[0]);
                     l->replicate[u] = form == FLAT ? 0 : bit_of(dims[form == AS_IT_IS]);
                 }

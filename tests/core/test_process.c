@@ -1,5 +1,6 @@
-/* test_process.c - what a program may do to its own process: close its standard descriptors, or all
-   of them; fork; end a thread of a rank; unload the library. Its peers do not pay for it.
+/* test_process.c - changes that a program may make to its own process: it closes its standard
+   descriptors, or all of them; forks; ends a thread of a rank; unloads the library. Its peers do
+   not suffer.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO
@@ -39,7 +40,7 @@ static training begin(lab_rank *r) {
     CALL(r->w, fsdp_init_params(t.model, zeros, NULL));
     return t;
 }
-/* Rank k's gradient is 2k + 2: the mean is size + 1, and each step subtracts it. */
+/* Runs a step. Rank k's gradient is 2k + 2: the mean is size + 1, and each step subtracts it. */
 static void step(training *t) {
     fsdp_world *w = t->r->w;
     fsdp_param_view v = FSDP_ZERO;
@@ -60,7 +61,7 @@ static void step(training *t) {
     for (int i = 0; i < ROWS * COLUMNS; i++)
         CHECK_EQ_INT((int)data[i], -t->steps * (t->r->size + 1));
     CALL(w, fsdp_post_forward(t->unit));
-    CALL(w, fsdp_pre_backward(t->unit)); /* the forward of the next step stands alone */
+    CALL(w, fsdp_pre_backward(t->unit)); /* so that the next step begins with its own forward */
     CALL(w, fsdp_post_backward(t->unit));
     CALL(w, fsdp_finalize_backward(t->model));
     fsdp_zero_grad(t->model);
@@ -73,7 +74,7 @@ static const struct {
     int closed[3], lanes;
 } closings[] = {{"stderr", {0, 0, 1}, 0}, {"outputs", {0, 1, 1}, 0}, {"all", {1, 1, 1}, 2}};
 
-/* Prints as a trainer does, which does not look at what becomes of it. */
+/* Prints as a trainer does, which ignores the result. */
 static void print(const int *which) {
     static const char line[] = "step 7, loss 2.5, 1200 tokens a second, and so on, and so on\n";
     for (int i = 0; i < 200; i++)
@@ -82,7 +83,7 @@ static void print(const int *which) {
             (void)done;
         }
 }
-/* There is no file, but for the null device. */
+/* Returns 1 if the descriptor is closed or opens the null device. */
 static int is_free(int fd) {
     char link[40], to[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -92,7 +93,7 @@ static int is_free(int fd) {
 }
 static void closed(lab_rank *r) {
     const int *which = closings[*(const int *)r->arg].closed;
-    const int saved = fcntl(2, F_DUPFD_CLOEXEC, 100); /* a failed check is to be seen */
+    const int saved = fcntl(2, F_DUPFD_CLOEXEC, 100); /* so that a failed check is printed */
     for (int fd = 0; fd < 3; fd++)
         if (which[fd]) close(fd);
     r->w = lab_world(r, 0, closings[*(const int *)r->arg].lanes, NULL);
@@ -110,7 +111,8 @@ TEST_P(descriptors, closed, closings, NCCL) {
     lab_run(3, &how, closed, (void *)(uintptr_t)&which);
 }
 
-/* The library's calls of pread and pwrite come here: are they where a program prints? */
+/* Count the library's calls of pread and pwrite, and those on the descriptors that a program
+   prints to. */
 static int file_calls, low_calls;
 ssize_t pwrite64(int fd, const void *data, size_t nbytes, off64_t at) {
     file_calls++, low_calls += fd < 3;
@@ -145,7 +147,7 @@ TEST(descriptors, of_checkpoints) {
 
 /* ---- descriptors that are the library's ------------------------------------------------------ */
 
-/* As tools do that list what a process has open. */
+/* Opens and closes each file that the process has open, as tools do that list them. */
 static void open_and_close_all(void) {
     for (int fd = 3; fd < 256; fd++) {
         char link[40];
@@ -160,7 +162,7 @@ static void looks_at_its_files(lab_rank *r) {
     if (r->rank == 1) {
         open_and_close_all();
         h_mark(0);
-        usleep(300000); /* the others look for the dead meanwhile */
+        usleep(300000); /* the others check meanwhile whether this rank lives */
     }
     CALL(r->w, fsdp_barrier(r->w));
     step(&t);
@@ -170,7 +172,7 @@ TEST(descriptors, opened_and_closed_by_the_program) {
     lab_run(3, &how, looks_at_its_files, NULL);
 }
 
-/* Rank 1 closes what it has not opened, and has files of its own there. */
+/* Rank 1 closes descriptors that it has not opened, and opens its own files with their numbers. */
 enum { OWN = 64, OWN_NBYTES = 70000 };
 static void closes_all(lab_rank *r) {
     const int puts_own = *(const int *)r->arg;
@@ -191,7 +193,7 @@ static void closes_all(lab_rank *r) {
                 CHECK_EQ_INT(write(own[count], data, sizeof data), sizeof data);
         }
     }
-    /* What is there may go on, or not; what is new gets a status on all ranks. */
+    /* Existing objects may work or not; new ones get a status on all ranks. */
     fsdp_status status = fsdp_barrier(r->w);
     fsdp_model *second = NULL;
     fsdp_unit *unit = NULL;
@@ -262,10 +264,10 @@ static void in_the_child(training *t, fsdp_adamw *adamw, fsdp_checkpoint *ck,
     no_rank(fsdp_model_create(w, NULL, &second), w);
     no_rank(fsdp_model_commit(t->model), w);
     no_rank(fsdp_adamw_step(adamw, 1e-3), w);
-    no_rank(fsdp_checkpoint_wait(ck), w); /* whose save is under way */
+    no_rank(fsdp_checkpoint_wait(ck), w); /* its save is under way */
     no_rank(fsdp_checkpoint_save(ck, h_tmpdir(), 7), w);
     no_rank(fsdp_detach(t->model, extension), w);
-    fsdp_buf_destroy(t->model, buf); /* waits for the lanes, elsewhere */
+    fsdp_buf_destroy(t->model, buf); /* waits for the worker threads, in the parent only */
     fsdp_checkpoint_destroy(ck);
     fsdp_adamw_destroy(adamw);
     fsdp_model_destroy(t->model);
@@ -274,7 +276,7 @@ static void in_the_child(training *t, fsdp_adamw *adamw, fsdp_checkpoint *ck,
     CHECK_EQ_INT(fsdp_rank(w), t->r->rank);
     _exit(0);
 }
-/* Rank 0 forks while its lane waits for the others, and while nothing is under way. */
+/* Rank 0 forks while its worker thread waits for the others, and while nothing is under way. */
 static void forks(lab_rank *r) {
     training t = begin(r);
     fsdp_adamw *adamw;
@@ -289,7 +291,7 @@ static void forks(lab_rank *r) {
     CALL(r->w, fsdp_checkpoint_create(t.model, NULL, &ck));
     for (int busy = 0; busy < 2; busy++) {
         step(&t);
-        const int is_async = r->start->how.lanes > 0 && !over("nccl"); /* whose calls may wait */
+        const int is_async = r->start->how.lanes > 0 && !over("nccl"); /* nccl's calls may wait */
         CALL(r->w, fsdp_checkpoint_save_async(ck, h_tmpdir(), busy));
         if (busy && r->rank && is_async) h_await_marks(0, 1);
         if (busy && is_async) CALL(r->w, fsdp_unshard(t.unit));
@@ -323,8 +325,7 @@ TEST_P(forks, child_is_no_rank, ranks, NCCL) {
     lab_run(2, &how, forks, NULL);
 }
 
-/* The child says why once, and lives on behind the rank that forked it: the others learn at once
-   that the rank has died. */
+/* A child logs the reason once. */
 static int said;
 static void count_logs(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)rank, (void)user;
@@ -354,7 +355,7 @@ TEST(forks, child_says_so_once, NCCL) {
 }
 
 static void orphans(lab_rank *r) {
-    int *child = (int *)r->arg; /* in memory of all */
+    int *child = (int *)r->arg; /* in shared memory */
     CALL(r->w, fsdp_barrier(r->w));
     if (r->rank == 1) {
         const pid_t pid = fork();
@@ -375,12 +376,12 @@ TEST(forks, child_that_outlives_the_rank, NCCL) {
                              MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(child != (int *)MAP_FAILED);
     lab_run(3, &how, orphans, child);
-    CHECK_EQ_INT(kill(*child, SIGKILL), 0); /* it was there all the time */
+    CHECK_EQ_INT(kill(*child, SIGKILL), 0); /* the child lived the whole time */
 }
 
-/* ---- places and memory that are full --------------------------------------------------------- */
+/* ---- file systems and memory that are full --------------------------------------------------- */
 
-/* In a mount namespace of its own: /dev/shm and /tmp of one page each, which is in use. */
+/* Makes a mount namespace in which /dev/shm and /tmp have one page each, which is in use. */
 static const char *fill_places(void) {
     static const char *const places[] = {"/dev/shm", "/tmp"};
     char name[40], page[4096] = "";
@@ -408,7 +409,7 @@ TEST(places, full, SLOW) {
     lab_run(2, &how, trains_in_full_places, NULL);
 }
 
-/* A control group of 64 MiB, of the first or the second kind; "" if none can be made. */
+/* Makes a control group of 64 MiB, version 1 or 2; "" if that fails. */
 static char group_dir[128];
 static int write_to(const char *name, long long value) {
     char path[200], text[32];
@@ -428,7 +429,7 @@ static int make_group(void) {
     }
     return 0;
 }
-/* More than the group has, by and by: a status on all ranks, and nobody is killed. */
+/* Allocates more than the group allows, in steps: all ranks get a status, and none is killed. */
 static void grows(lab_rank *r) {
     if (!write_to("cgroup.procs", getpid())) SKIP("this process cannot move to a control group");
     r->w = lab_world(r, 0, 0, NULL);
@@ -458,7 +459,7 @@ TEST(places, control_group, SLOW) {
     lab_how how = {"group", 1, 0, 1, 0, NULL, NULL};
     if (!over("shm")) SKIP("other backends leave memory to malloc");
     if (!make_group()) SKIP("no control group can be made here");
-    const pid_t test = fork(); /* behind which the group is removed */
+    const pid_t test = fork(); /* its parent removes the group */
     int end;
     CHECK(test >= 0);
     if (test == 0) {
@@ -471,7 +472,7 @@ TEST(places, control_group, SLOW) {
     CHECK_MSG(end == 0, "%#x", end);
 }
 
-/* ---- threads that end, libraries that go ----------------------------------------------------- */
+/* ---- threads that end, libraries that are unloaded ------------------------------------------- */
 
 static int ends_its_thread(fsdp_world *world, void *arg) {
     if (fsdp_rank(world) == 1) pthread_exit(NULL);
@@ -508,7 +509,7 @@ typedef fsdp_status (*shutdown_fn)(fsdp_world *);
 TEST(threads, library_is_unloaded_under_them, NO(GLOO)) {
     char path[300];
     fsdp_world_desc d = w_desc(0, 1, NULL, w_job("unloaded"), 1);
-    d.backend = "shm"; /* all that is in it */
+    d.backend = "shm"; /* the only backend in that library */
     fsdp_world *w = NULL;
     void *init, *shutdown_too;
     init_fn begin_world;
@@ -522,7 +523,7 @@ TEST(threads, library_is_unloaded_under_them, NO(GLOO)) {
     memcpy(&end_world, &shutdown_too, sizeof init);
     CHECK_OK(begin_world(&d, &w));
     CHECK_OK(dlclose(lib));
-    CHECK(is_mapped("libfsdp.so")); /* its lane needs it */
-    usleep(200000);                 /* the lane wakes up now and then */
+    CHECK(is_mapped("libfsdp.so")); /* its worker thread needs it */
+    usleep(200000);                 /* the worker thread wakes up now and then */
     CHECK_OK(end_world(w));
 }

@@ -1,7 +1,7 @@
-/* test_route.c - how a unit gathers and reduces, for every combination of facts and of what is held:
-   each route is followed step by step on a model of places and what they contain (in which dtype,
-   summed over whom, divided by what, made of which gradients), which knows the rules of each step
-   and nothing of how routes are chosen.
+/* test_route.c - a unit's gather and gradient path for every combination of facts and of gradients
+   that it holds. Each path is followed step by step on a model of the places and their contents
+   (dtype, summed over which groups, divided by which factor, from which gradients). The model knows
+   the rules of each step, but not how paths are chosen.
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
 #include "harness.h"
@@ -9,12 +9,12 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 
-typedef struct { /* of a place */
-    int has;     /* ZEROS: the place has been taken, and only its padding is of use */
+typedef struct { /* contents of a place */
+    int has;     /* ZEROS: the place is taken, and only its padding counts */
     fsdp_dtype dtype;
-    double divided;                 /* by what */
+    double divided;                 /* product of the divisions so far */
     int over_shards, over_replicas; /* summed over them */
-    int sources;                    /* FSDPI_HELD_* that it is made of */
+    int sources;                    /* FSDPI_HELD_* that it contains */
     int folded, hooked;
 } content;
 enum { NOTHING, GRADIENTS, ZEROS };
@@ -29,7 +29,8 @@ typedef struct {
 
 static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
-/* What reads narrower gradients than the reduction's dtype, and loses nothing. */
+/* Returns 1 if a reduction can read these gradients without loss: they have its dtype, or a
+   narrower one. */
 static int widens(const story *s, const content *c) {
     return c->dtype == s->f->reduce || (fsdp_dtype_size(c->dtype) == 2 && s->f->reduce == FSDP_F32);
 }
@@ -59,14 +60,15 @@ static const char *told(const story *s, const char *what) {
 
 static int about(double a, double b) { return fabs(a / b - 1) < 1e-12; }
 
-/* What a step multiplies by: its scale, and one of them divides by the factor. */
+/* Multiplies by a step's scale; one of the steps divides by the factor. */
 static content scaled(const story *s, const fsdpi_step *e, content c) {
     c.divided /= e->how & FSDPI_DIVIDES ? e->scale / s->factor : e->scale;
     if (about(c.divided, s->factor)) c.divided = s->factor;
     return c;
 }
 
-/* What a step has made goes to a place: into it or, if it ADDS, to the same kind of thing there. */
+/* Writes a step's result to a place: replaces its contents or, if the step ADDS, adds to equal
+   ones. */
 static void arrives(story *s, const fsdpi_step *e, content made) {
     content *to = &s->at[e->to];
     if (e->how & FSDPI_ADDS) {
@@ -80,9 +82,9 @@ static void arrives(story *s, const fsdpi_step *e, content made) {
     *to = made;
 }
 
-/* A reduce_scatter: of a reduce input, once, in one dtype unless the backend converts as it reads.
-   Only sums that nothing else is to be done with may go into the shard gradient: peers can write
-   there, nobody else wants to see them, and there is one dtype. */
+/* Follows a reduce_scatter: it reads a reduce input, once, in one dtype unless the backend
+   converts. Only final sums may go into the shard gradient: peers can write there, nothing else
+   needs them, and the dtypes are equal. */
 static content scatters(story *s, const fsdpi_step *e, content c) {
     const fsdpi_facts *f = s->f;
     int ends = e->to == FSDP_POOL_SHARD_GRAD;
@@ -98,8 +100,8 @@ static content scatters(story *s, const fsdpi_step *e, content c) {
     return scaled(s, e, c);
 }
 
-/* A backend stores sums. A fused one divides f16 before it does so: no more than a mean is stored, and
-   what goes on to the replicas has lost nothing. */
+/* Checks the division of sums that a backend stores. A fused one divides f16 first: final values
+   are means, and sums for the replicas are divided by a power of two, which loses nothing. */
 static void stores(story *s, const content *c) {
     const fsdpi_facts *f = s->f;
     int bits, goes_on = f->replicas > 1 && !c->over_replicas;
@@ -174,7 +176,8 @@ static void step(story *s, const fsdpi_step *e) {
     if (e->how & FSDPI_RELEASES) s->at[e->from].has = NOTHING;
 }
 
-/* One rank whose caller may write the shard gradient itself: then it has to, and else it must not. */
+/* Returns 1 for a single rank whose caller may write the shard gradient itself: then it must,
+   otherwise it must not. */
 static int writes_shard(const story *s) {
     const fsdpi_facts *f = s->f;
     int same = f->stored == f->gathered && f->gathered == f->reduce && f->reduce == f->grad;
@@ -183,7 +186,8 @@ static int writes_shard(const story *s) {
     return same && alone && as_it_is && !(s->held & ~FSDPI_HELD_SHARD);
 }
 
-/* It must not depend on the divide factor, which may change while gradients wait. */
+/* Returns the divisor before the sum. It must not depend on the divide factor, which may change
+   while gradients wait. */
 static double expected_before(const fsdpi_facts *f) {
     double p = 1, ranks = f->shards * f->replicas;
     if (f->reduce != FSDP_F16 || ranks < 2 || (f->fuses && !f->custom_all_reduce)) return 1;
@@ -191,7 +195,7 @@ static double expected_before(const fsdpi_facts *f) {
     return p;
 }
 
-/* By what sums of the shard group that wait are divided. */
+/* Returns the divisor of the shard group's sums that wait. */
 static double expected_sums(const fsdpi_facts *f) {
     double p = 1;
     if (f->reduce != FSDP_F16 || !f->fuses || f->custom_all_reduce) return expected_before(f);
@@ -221,14 +225,14 @@ static void follow(const fsdpi_facts *f, int held) {
     if (held & FSDPI_HELD_SHARD) s->at[FSDP_POOL_SHARD_GRAD] = shard;
     s->at[FSDP_POOL_SHARD_GRAD].hooked = f->hook;
     RULE(route.num <= FSDPI_GRAD_PATH_STEPS && route.held == held);
-    if (!(held & FSDPI_HELD_SLOTS)) { /* written where they end */
+    if (!(held & FSDPI_HELD_SLOTS)) { /* written straight into the shard gradient */
         RULE(route.done && route.num == 0);
         return;
     }
     for (int i = 0; i < route.num; i++) step(s, &route.steps[i]);
     for (int i = FSDP_POOL_GRAD; i < FSDPI_PLACES; i++)
         if (s->at[i].has) at = i, places++;
-    if (route.done) { /* all has ended, once */
+    if (route.done) { /* each gradient has arrived, once */
         RULE(f->sync && (!R || f->all_reduce) && places == 0);
         RULE(s->at[FSDP_POOL_SHARD_GRAD].sources == held &&
              s->at[FSDP_POOL_SHARD_GRAD].dtype == f->grad);
@@ -247,12 +251,12 @@ static void follow(const fsdpi_facts *f, int held) {
         if (input == FSDPI_HELD_GRAD && f->gathered == f->reduce && f->one_train)
             RULE(at == FSDP_POOL_GRAD && route.num == 0);
     }
-    /* No copy that can be done without: what a backend can do in the reduction is done there. */
+    /* No unnecessary copy: the reduction itself does all that the backend can do. */
     if (route.done && input == FSDPI_HELD_GRAD && f->gathered == f->reduce && W && f->fuses &&
         is_wide(f->reduce) && !R && f->one_train && !f->hook && !f->offload)
         RULE(route.num == 2 && route.steps[1].kind == FSDPI_STEP_SCATTER);
-    /* Slots of gradients are two where a reduction reads what was written, while the next unit's
-       are written. */
+    /* There are two gradient slots if a reduction reads the written one, while the next unit's
+       gradients are written. */
     if (route.done && input == FSDPI_HELD_GRAD && !f->hook)
         RULE(!fsdpi_facts_copy_first(f, 0) == (route.steps[0].kind != FSDPI_STEP_ZERO_IN));
 }
@@ -260,14 +264,14 @@ static void follow(const fsdpi_facts *f, int held) {
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
 static const double factors[] = {0, 3, 1}; /* 1: for one rank */
 
-/* All bits of `bits` as flags of the facts. */
+/* Sets the facts' flags from `bits`. */
 static void flags_of(fsdpi_facts *f, int bits) {
     f->offload = bits & 1, f->debug = bits >> 1 & 1, f->fuses = bits >> 2 & 1;
     f->sync = bits >> 3 & 1, f->all_reduce = bits >> 4 & 1, f->hook = bits >> 5 & 1;
     f->extended = bits >> 6 & 1, f->custom_all_reduce = bits >> 7 & 1;
 }
 
-/* parts: 0: one part; 1: several, of which one has trainables; 2: several of them. */
+/* parts: 0: one dtype group; 1: several, one with trainable parameters; 2: several with these. */
 TEST(route, every_combination, SECONDS(120)) {
     long combinations = 0;
     for (int w = 1; w <= 4; w++)
@@ -290,7 +294,7 @@ TEST(route, every_combination, SECONDS(120)) {
                             f.divide_factor = factors[k] > 0 ? factors[k] : w * replicas;
                             for (int held = 0; held < 16; held++) {
                                 if ((held & FSDPI_HELD_OUT) && (w == 1 || replicas == 1)) continue;
-                                /* nothing to reduce: only where gradients are where they end */
+                                /* no slot to reduce: only if backward writes the shard gradient */
                                 if (!(held & FSDPI_HELD_SLOTS) &&
                                     !fsdpi_facts_write_shard(&f, held))
                                     continue;

@@ -1,5 +1,5 @@
-/* test_schedule.c - which operations the hooks issue, in which order, on which stream, behind which
-   events; on the simulated device of sim.h. Schedules are scripts, see play().
+/* test_schedule.c - the ops that hooks issue, with their order, streams and waits, on the simulated
+   device of sim.h. Schedules are scripts: see play().
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -17,9 +17,9 @@ typedef struct {
     int layers;                            /* 0: 3 */
     int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
     fsdp_dtype param, reduce;
-    int debug, uniform; /* uniform: layers of one large matrix */
+    int debug, uniform; /* uniform: each layer has one large matrix */
     int64_t direct_min;
-    int replicas, offload; /* replicas: HSDP of world/replicas x replicas */
+    int replicas, offload; /* HSDP of world/replicas x replicas */
 } config;
 
 typedef struct {
@@ -28,7 +28,7 @@ typedef struct {
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS]; /* the root, then the layers */
     int num_units;
-    int64_t forward_ns, backward_ns; /* of a layer's computation */
+    int64_t forward_ns, backward_ns; /* duration of each layer in forward, in backward */
     int show_reshard;
     uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
     uint8_t storage[MAX_UNITS]; /* as last seen */
@@ -36,7 +36,7 @@ typedef struct {
     int used;
 } rig;
 
-/* One more word of the trace: what happened to which unit, and in which training state. */
+/* Appends an event to the trace: its name, its unit and the unit's training state. */
 static void say(rig *r, const char *what, const char *unit, const char *state) {
     int room = TRACE - r->used;
     r->used += snprintf(r->trace + r->used, (size_t)room, "%s%s%s%s", r->used ? " " : "", what,
@@ -44,7 +44,7 @@ static void say(rig *r, const char *what, const char *unit, const char *state) {
     CHECK(r->used < TRACE);
 }
 
-/* A unit that has become sharded since the last look was resharded. */
+/* Notes a reshard of each unit that has become sharded since the last look. */
 static void look(rig *r) {
     for (int i = 0; i < r->num_units; i++) {
         uint8_t now = (uint8_t)fsdp_unit_storage(r->units[i]);
@@ -54,8 +54,8 @@ static void look(rig *r) {
     }
 }
 
-/* The events of upstream's tests: U all-gather with the training state it is issued for, P
-   reduction. */
+/* Notes the events of upstream's tests: U all-gather, with the training state for which it is
+   issued; P reduction. */
 static void observe(void *user, const fsdp_op *op) {
     static const char *const states[] = {":I", ":F", ":B", ":P"}; /* PRE_BACKWARD is upstream's B */
     rig *r = (rig *)user;
@@ -65,7 +65,8 @@ static void observe(void *user, const fsdp_op *op) {
     if (op->kind == FSDP_OP_REDUCE_SCATTER) say(r, "P", op->what, "");
 }
 
-/* A layer of every kind of parameter: direct, packed, uneven, along dim 1, empty, frozen. */
+/* Fills in a layer's parameters of each kind: direct, packed, uneven, along dim 1, empty,
+   frozen. */
 static int mixed_params(fsdp_param_desc *p) {
     p[0] = fsdp_mat("w", 8, 16);
     p[1] = fsdp_vec("b", 5);
@@ -124,7 +125,7 @@ static fsdp_unit *unit_named(rig *r, char name) {
     return r->units[name == 'r' ? 0 : name - '0' + 1];
 }
 
-/* The caller's computation reads the parameters, and in backward writes the gradients. */
+/* The caller's computation: reads the parameters, and in backward writes the gradients. */
 static void use_unit(rig *r, fsdp_unit *u, int backward) {
     fsdp_param_view v = FSDP_ZERO;
     for (int i = 0; fsdp_param_view_get(u, i, &v) == FSDP_OK; i++) {
@@ -141,8 +142,8 @@ static void use_unit(rig *r, fsdp_unit *u, int backward) {
     }
 }
 
-/* An optimizer of the caller's own: reads all gradients, writes all shards. He waits for gathers
-   that he has started himself. */
+/* The caller's own optimizer: waits for the gathers that the caller started, reads all
+   gradients, and writes all shards. */
 static void optimize(rig *r) {
     fsdp_flat flat = FSDP_ZERO;
     for (int i = 0; i < r->num_units; i++)
@@ -162,7 +163,7 @@ static uint64_t calls(rig *r, int kind) {
     return c.calls[kind];
 }
 
-/* The host reads offloaded gradients. */
+/* Finalizes; the host reads offloaded gradients. */
 static void finalize(rig *r) {
     fsdp_flat flat = FSDP_ZERO;
     CHECK_OK(fsdp_finalize_backward(r->model));
@@ -170,7 +171,8 @@ static void finalize(rig *r) {
     if (r->c.offload) sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
 }
 
-/* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
+/* Runs a script:
+   (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
    ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
    k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
@@ -286,7 +288,7 @@ static const schedule schedules[] = {
         "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 | U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
     {"reshards_never", CONF(ASYNC, 4, NEVER, NEVER), FWD4 "|" BWD4 ".",
         "Ur:F U0:F U1:F U2:F U3:F | R3 P3 R2 P2 R1 P1 R0 P0 Rr Pr", 1},
-    /* forwards that have no backward */
+    /* forwards without a backward */
     {"no_grad_between", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| g- " FWD FWD " g+ |" BWD ".",
         UF " | U0:F U1:F U2:F U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"no_grad_before", CONF(ASYNC, 3, NEVER, ALWAYS), "g-" FWD "g+ |" FWD "|" BWD ".",
@@ -295,8 +297,8 @@ static const schedule schedules[] = {
      "(r (0 )0 g- (1 )1 g+ (2 )2 )r | [r [2]2 [0]0 ]r .",
         UF " | U2:B U0:B P2 P0 Pr", 0},
     {"evaluation_without_no_grad", CONF(ASYNC, 3, NEVER, ALWAYS), FWD FWD "|" BWD ".",
-        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0}, /* 0's prefetch hits the root, which is there */
-    /* other orders of backward: a wrong guess costs a gather, finalize drops it */
+        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0}, /* 0 would prefetch the root */
+    /* other orders of backward: a wrong guess costs a gather, which finalize drops */
     {"other_order", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
         UR " | U2:B U0:B R0 P0 U1:B R2 P2 U0:B R1 P1 Rr Pr R0", 1},
     {"one_layer_only", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [1]1 ]r .",
@@ -323,7 +325,7 @@ static const schedule schedules[] = {
     {"recompute_nested_and_own", CONF(ASYNC, 3, NEVER, ALWAYS),
      FWD "| [r (2 )2 [2 (2 )2 ]2 (1 )1 [1 ]1 (0 )0 [0 (0 )0 ]0 ]r .",
         UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    /* without streams nothing is issued ahead */
+    /* without streams there are no prefetches */
     {"inline", CONF(INLINE, 3, NEVER, ALWAYS),
      FWD "|" BWD ".", UF " | U2:B P2 U1:B P1 U0:B P0 Pr", 0},
     {"inline_root_resharded", CONF(INLINE, 3, ALWAYS, ALWAYS),
@@ -334,7 +336,7 @@ static const schedule schedules[] = {
     {"inline_recompute_nested", CONF(INLINE, 3, NEVER, ALWAYS),
      FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
         UF " | U0:F U1:F U2:F P2 P1 P0 Pr", 0},
-    /* by the user */
+    /* calls by the user */
     {"unshard_ahead", CONF(ASYNC, 3, NEVER, ALWAYS), "(r u0 u1 (0 )0 u2 (1 )1 (2 )2 )r |" BWD ".",
         "Ur:F U0:I U1:I R0 U2:I R1 R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
     {"unshard_wait_reshard", CONF(ASYNC, 3, NEVER, ALWAYS),
@@ -342,7 +344,7 @@ static const schedule schedules[] = {
         "U0:I R0 U1:I R1 | Ur:F U0:F R0 U1:F R1 U2:F R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
     {"reshard_by_user_after_forward", CONF(ASYNC, 3, NEVER, NEVER), FWD " s0 s1 s2 sr |" BWD ".",
         UF " R0 R1 R2 Rr | Ur:B U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    /* accumulation */
+    /* gradient accumulation */
     {"no_sync", CONF(ASYNC, 3, NEVER, ALWAYS), "y- l-" FWD BWD ". | y+ l+" FWD BWD ".",
         UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"keep_after_backward", CONF(ASYNC, 3, NEVER, NEVER),
@@ -350,7 +352,7 @@ static const schedule schedules[] = {
         UF " | P2 P1 P0 Pr", 0},
     {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
      "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
-        /* finalize reduces what 0 and 1 still hold of the first microbatch */
+        /* finalize reduces the gradients that 0 and 1 still hold from the first microbatch */
         UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | "
         UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
@@ -367,7 +369,7 @@ TEST_P(schedule, events, schedules) {
     rig_close(&r);
 }
 
-/* The same calls again give the same events: nothing of a step is left over. */
+/* Repeated calls give equal events: no state of a step is left. */
 TEST_P(schedule, second_step, schedules) {
     rig r;
     rig_open(&r, &row->c);
@@ -391,7 +393,7 @@ TEST(schedule, accumulation_counts) {
     static const struct {
         const char *name;
         int root, inner;
-        const char *first, *last; /* script before every microbatch but the last; before the last */
+        const char *first, *last; /* script before each microbatch except the last; before it */
         uint64_t gathers, reductions;
     } modes[] = {
         {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G * M},
@@ -425,7 +427,7 @@ TEST(schedule, accumulation_counts) {
         }
 }
 
-/* One rank has nobody to talk to, and nothing to copy that it can alias. */
+/* One rank issues no collectives, and no copies where it can alias. */
 TEST(schedule, world_of_one) {
     for (int async = 0; async < 2; async++) {
         config c = CONF(INLINE, 3, NEVER, ALWAYS);
@@ -450,7 +452,7 @@ static int is_event(const fsdp_event *a, const fsdp_event *b) {
     return a->stream == b->stream && a->seq == b->seq;
 }
 
-/* kind label stream source>destination <what it waits for */
+/* Writes an op as text: kind label stream source>destination <its waits */
 static void op_text(const fsdp_op *op, char *out, size_t size) {
     static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
     static const char *const pools[FSDP_POOL_COUNT] = {"shard", "sgrad", "gather", "slice",
@@ -473,7 +475,7 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
         const char *which = "?";
         if (op->src && is_event(&op->wait[i], &op->src->ready)) which = "source";
         else if (op->dst && is_event(&op->wait[i], &op->dst->ready)) which = "destination written";
-        else if (op->dst) which = "destination released"; /* which is no event any more */
+        else if (op->dst) which = "destination released"; /* that event has been cleared */
         used += snprintf(out + used, size - (size_t)used, " <%s:%s", which,
                          streams[op->wait[i].stream]);
     }
@@ -490,8 +492,8 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
 #define FUSED "copy acc R grad>grad <source:C", "reduce_scatter reduce R grad>sgrad *0.25"
 #define FINAL "use final C sgrad <source:R"
 
-/* In the order of the script's calls, "|" between them. Two layers, uneven, direct and packed; the
-   second step, when every buffer has been used before. */
+/* Ops in the order of the script's calls, with "|" between the calls. Two layers, uneven, direct
+   and packed; the second step, after each buffer has been used. */
 static const struct {
     const char *name;
     fsdp_dtype param, reduce;
@@ -511,8 +513,8 @@ static const struct {
      1,
      "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
      {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|",
-      /* f32, no gradient yet: the reduce-scatter writes the shard gradient, red_out scales in
-         place */
+      /* f32 without a gradient: the reduce-scatter writes the shard gradient, and red_out scales
+         it in place */
       "zero acc R >rin", "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
       "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|", "zero acc R >rin",
       "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
@@ -670,7 +672,7 @@ static const struct {
       "copy clip C sgrad>sgrad *clip <source:R", "|"}},
 };
 
-/* The texts of all ops: an op's buffers have other events later. */
+/* Keeps each op's text when it is issued: later the op's buffers have other events. */
 enum { MAX_TEXTS = 256 };
 typedef struct {
     int count;
@@ -725,12 +727,12 @@ TEST_P(schedule, ops, tables) {
 enum { LAYERS = 8, FORWARD_NS = 4000, BACKWARD_NS = 8000 };
 
 typedef struct {
-    int64_t compute_end, end; /* when the caller's stream, and everything, is done */
-    int64_t compute, busy;    /* time spent by the caller's stream, by the other streams */
-    int64_t gather, reduce;   /* time of one gather, of one reduction */
+    int64_t compute_end, end; /* end of the caller's stream, and of all streams */
+    int64_t compute, busy;    /* time that the caller's stream, and the others, were busy */
+    int64_t gather, reduce;   /* duration of one gather, of one reduction */
 } timing;
 
-/* Forward and backward of layers that are all alike; `sync` 1: the host waits after each. */
+/* Runs forward and backward of identical layers; with `sync` the host waits after each call. */
 static timing run_layers(const config *c, int sync, int64_t forward_ns, int64_t backward_ns) {
     timing t;
     rig r;
@@ -756,7 +758,7 @@ static timing run_layers(const config *c, int sync, int64_t forward_ns, int64_t 
     t.busy = r.s.busy[FSDP_STREAM_GATHER] + r.s.busy[FSDP_STREAM_REDUCE];
     play(&r, ".");
     t.end = sim_end(&r.s);
-    t.gather = r.s.busy[FSDP_STREAM_GATHER] / (2 * LAYERS); /* layers are alike */
+    t.gather = r.s.busy[FSDP_STREAM_GATHER] / (2 * LAYERS); /* layers are identical */
     t.reduce = r.s.busy[FSDP_STREAM_REDUCE] / LAYERS;
     rig_close(&r);
     return t;
@@ -770,10 +772,10 @@ TEST(overlap, prefetch_hides_all_communication) {
         c.async = 1;
         timing t = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
         CHECK(t.gather < FORWARD_NS && t.gather + t.reduce < BACKWARD_NS);
-        /* compute, the first gather, the last reduction; nothing else is seen of communication */
+        /* Only the first gather and the last reduction are not hidden by compute. */
         CHECK_EQ_INT(t.compute_end, t.gather + t.compute);
         CHECK_EQ_INT(t.end, t.gather + t.compute + t.reduce);
-        /* without streams all of it is */
+        /* without streams all communication is visible */
         c.async = 0;
         timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
         CHECK_NEAR(in.end, t.compute + t.busy, 64); /* slots on streams have more padding */
@@ -785,8 +787,7 @@ TEST(overlap, prefetch_hides_all_communication) {
     }
 }
 
-/* The overlap of forward comes from the host's running ahead alone; that of backward does not need
-   it. */
+/* Forward overlaps only because the host runs ahead; backward overlaps without that. */
 TEST(overlap, forward_needs_run_ahead_only) {
     config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
     c.uniform = 1;
@@ -796,7 +797,7 @@ TEST(overlap, forward_needs_run_ahead_only) {
     CHECK_EQ_INT(t.end, t.compute_end + t.reduce);
 }
 
-/* Communication longer than compute: the gathers come one after another without a gap. */
+/* Communication that takes longer than compute: the gathers follow each other without a gap. */
 TEST(overlap, bound_by_communication) {
     config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
     c.uniform = 1;
@@ -829,8 +830,7 @@ static config any_config(uint64_t *seed) {
     return c;
 }
 
-/* Every schedule of this file in many settings: rig_close() fails when an access was not ordered.
-   */
+/* Every schedule of this file in many settings: rig_close() fails if an access was not ordered. */
 TEST(streams, every_access_is_ordered, SLOW | AT_NIGHT(ASAN)) {
     enum { SETTINGS = 24 };
     uint64_t seed = h_seed();
@@ -860,11 +860,11 @@ TEST(streams, every_access_is_ordered, SLOW | AT_NIGHT(ASAN)) {
     h_message("%lld runs, %lld ops, %lld waits", (long long)runs, (long long)ops, (long long)waits);
 }
 
-/* What each wait of a run is for. */
+/* The reason for each wait of a run. */
 enum { MAX_WAITS = 4096, MAX_KINDS = 64 };
 typedef struct {
     rig *r;
-    fsdp_op op; /* the latest one */
+    fsdp_op op; /* the latest op */
     int16_t kind[MAX_WAITS];
     char kinds[MAX_KINDS][96];
     int num_kinds, removed[MAX_KINDS], reported[MAX_KINDS];
@@ -872,7 +872,7 @@ typedef struct {
 
 static void log_op(void *user, const fsdp_op *op) { ((wait_log *)user)->op = *op; }
 
-/* Of the waits that the op asks for, the one that is behind all others of that stream. */
+/* Notes the newest wait of the op for that stream. */
 static void log_wait(void *user, int stream) {
     wait_log *log = (wait_log *)user;
     const fsdp_op *op = &log->op;
@@ -895,7 +895,7 @@ static void log_wait(void *user, int stream) {
     log->kind[log->r->s.waits] = (int16_t)k;
 }
 
-/* Steps that need every kind of wait: other orders, a second gradient, a gather nobody used. */
+/* Steps with every kind of wait: other orders, a second gradient, a gather that is not used. */
 static const char *const hard_script = FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 ]r . o" FWD BWD
                                                ". o z u1 s1 u2" FWD BWD "." FWD BWD ". c o z";
 
@@ -903,16 +903,16 @@ static const char *const hard_script = FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 
 static const char *const replicas_script = FWD BWD ". c o z a-" FWD BWD ". a+" FWD BWD
                                                    ". o z" FWD BWD ". c o";
 
-/* An event table that ignores one wait: the checker has to see it, or the wait was implied by
-   others. Some wait of each kind below has to be seen. */
+/* Ignores one wait of an event table: the checker must report it unless other waits imply it.
+   For each kind below the checker must report some wait. */
 TEST(streams, a_removed_wait_is_reported, AT_NIGHT(ASAN)) {
     static const char *const needed[] = {
         "copy copy_in <source:C",               /* the optimizer wrote the shards */
         "copy copy_in <destination released:C", /* the slot's last layer has been computed */
-        "use gather <source:G",                 /* the layer reads what was gathered */
+        "use gather <source:G",                 /* the layer reads the gathered parameters */
         "zero grads <destination released:R",   /* the slot's gradients have been reduced */
         "copy acc <source:C",                   /* backward wrote the gradients */
-        "use final <source:R",                  /* the optimizer reads what was reduced */
+        "use final <source:R",                  /* the optimizer reads the reduced gradients */
         "all_reduce clip <source:C",
         "use clip <source:R", /* the host reads the norm */
         "all_gather gather <source:C",
@@ -987,8 +987,8 @@ TEST(streams, counts) {
     }
 }
 
-/* Random calls, possible or not, by a caller who uses what he was given: parameters where they are
-   valid, a random part of the gradients. */
+/* Makes a random call, possible or not, of a caller who uses the results: parameters where they
+   are valid, and a random part of the gradients. */
 static void random_call(rig *r, uint64_t *seed) {
     int call = (int)(h_rand64(seed) % 25), on = h_rand64(seed) % 4 != 0;
     fsdp_unit *u = r->units[h_rand64(seed) % (uint64_t)r->num_units];
@@ -1036,8 +1036,8 @@ static void random_call(rig *r, uint64_t *seed) {
         if (fsdp_unit_storage(r->units[k]) == FSDP_STORAGE_UNSHARDED) use_unit(r, r->units[k], 0);
 }
 
-/* The host's optimizer, of offloaded gradients, whose addresses it knows: they are clipped on
-   return, also where nobody asks for the norm. */
+/* The host's optimizer uses the addresses of offloaded gradients: they are clipped on return,
+   even if the caller does not want the norm. */
 TEST(streams, offloaded_clip) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     rig r;
@@ -1056,7 +1056,7 @@ TEST(streams, offloaded_clip) {
     rig_close(&r);
 }
 
-/* A hook of a parameter runs if the parameter has a gradient; the host waits for nothing. */
+/* A parameter's hook runs if the parameter has a gradient, and the host waits for nothing. */
 static fsdp_status count_hook(void *user, const fsdp_param_view *view, void *stream) {
     (void)view, (void)stream;
     ++*(int *)user;
@@ -1079,13 +1079,13 @@ TEST(streams, hooks_of_used_parameters) {
         play(&r, ".");
         const int64_t waits = r.s.syncs;
         CHECK_OK(fsdp_set_grad_none(r.units[1], used));
-        CHECK_EQ_INT(r.s.syncs, waits); /* only with offload the host waits */
+        CHECK_EQ_INT(r.s.syncs, waits); /* the host waits only with offload */
     }
     rig_close(&r);
 }
 
-/* More backwards follow: a gather that nobody has waited for goes on behind a post_backward. A hook
-   that writes the shard comes behind it. */
+/* A gather that no call has waited for continues after post_backward, as more backwards follow.
+   A hook that writes the shard runs after the gather. */
 static fsdp_status write_hook(void *user, const fsdp_param_view *view, void *stream) {
     sim_called((sim *)user, stream, "hook", view->shard, view->numel * 4, 1);
     return FSDP_OK;
@@ -1109,8 +1109,8 @@ TEST(streams, hook_behind_a_gather) {
     rig_close(&r);
 }
 
-/* The caller's stream is another one from now on: it comes behind what the one before has to do,
-   also behind what that one has waited for. */
+/* A new stream of the caller waits for the work of the previous one, and for all that the
+   previous one has waited for. */
 TEST(streams, stream_of_the_caller) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     for (int says_so = 0; says_so < 2; says_so++) {
@@ -1133,7 +1133,7 @@ TEST(streams, stream_of_the_caller) {
     }
 }
 
-/* The host reads and writes what the device's streams still use: it waits for them. */
+/* The host waits for streams that still use the shards before it reads or writes them. */
 TEST(streams, whole_parameters) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     static float whole[1 << 16];
@@ -1146,7 +1146,7 @@ TEST(streams, whole_parameters) {
     CHECK(lab_full_numel(&v) <= 1 << 16);
     int64_t syncs = r.s.syncs;
     CHECK_OK(fsdp_param_full(r.units[1], 0, whole));
-    CHECK(r.s.syncs > syncs);           /* its values are here */
+    CHECK(r.s.syncs > syncs);           /* the values are on the host */
     CHECK_OK(fsdp_unshard(r.units[1])); /* reads the shards */
     CHECK_OK(fsdp_param_load(r.units[1], 0, whole));
     sim_touch(&r.s, SIM_HOST, "load", flat.shards, flat.numel * 4, 1);
@@ -1154,9 +1154,9 @@ TEST(streams, whole_parameters) {
     rig_close(&r);
 }
 
-/* A function that fills a part only: the rest is zero, also where the host cannot write shards. */
+/* A function that fills only a part: the rest is zero, even if the host cannot write shards. */
 static void fill_one(void *user, const fsdp_param_view *block) {
-    ((float *)block->data)[++*(int *)user] = 1; /* another one in each block */
+    ((float *)block->data)[++*(int *)user] = 1; /* a different element in each block */
 }
 TEST(streams, filled_in_part) {
     for (int opaque = 0; opaque < 2; opaque++) {
@@ -1168,7 +1168,7 @@ TEST(streams, filled_in_part) {
         sim_init(&s, 2, 1);
         s.opaque = opaque, s.moves = 1;
         CHECK(sim_open(&s));
-        md.fill_bytes = 64; /* of 4 rows */
+        md.fill_bytes = 64; /* 4 rows */
         fsdp_model *m = lab_model(s.world, &md);
         fsdp_unit *u = lab_unit(s.world, m, NULL, &p, 1);
         CHECK_OK(fsdp_init_params(m, fill_one, &blocks));
@@ -1181,8 +1181,8 @@ TEST(streams, filled_in_part) {
     }
 }
 
-/* One rank: backward adds to the shard gradients themselves, behind what an extension's stream has
-   written there. */
+/* One rank: backward adds to the shard gradients themselves, after the write of an extension's
+   stream. */
 TEST(streams, gradients_of_one_rank) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     fsdp_op op;
@@ -1197,7 +1197,7 @@ TEST(streams, gradients_of_one_rank) {
     rig_close(&r);
 }
 
-/* destroy, reset and shutdown wait for the device before they take its memory. */
+/* destroy, reset and shutdown wait for the device before they free its memory. */
 TEST(streams, destroy_waits) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     for (int how = 0; how < 3; how++) {
@@ -1214,9 +1214,9 @@ TEST(streams, destroy_waits) {
     }
 }
 
-/* Segments of a reduction. Where gradients are copied anyway neighbours are one, so long as each
-   rank's part of it begins at a multiple of 16 bytes; else they are reduced where they were written.
-   The last segment has the flags of use. */
+/* Segments of a reduction. If gradients are copied anyway, adjacent ones form one segment,
+   provided that each rank's part of the next one begins at a multiple of 16 bytes. Otherwise
+   they are reduced where they were written. The last segment has the flags of use. */
 static const struct {
     const char *name;
     int matrices, vector, vectors; /* (64, 16) each, and vectors that are packed */
@@ -1238,7 +1238,7 @@ static void on_scatter(void *user, const fsdp_op *op) {
     seen->reductions++;
     seen->segs = (int)op->list_count;
     for (int i = 0; i < seen->segs; i++) {
-        CHECK_EQ_INT(segs[i].full, 4 * next); /* they lie side by side */
+        CHECK_EQ_INT(segs[i].full, 4 * next); /* they are adjacent */
         next += segs[i].count;
         if (i > 0) CHECK_EQ_INT(ends * 4 % 16, 0);
         ends = segs[i].count;
@@ -1302,7 +1302,7 @@ TEST(streams, random_calls) {
     h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
 }
 
-/* fsdp_set_grad_none with cpu_offload: the zeros are there when it returns, as the host reads them. */
+/* fsdp_set_grad_none with cpu_offload: the zeros are on the host when it returns. */
 TEST(schedule, grad_none_of_offloaded_shards) {
     const fsdp_param_desc p = fsdp_mat("w", 64, 64);
     fsdp_model_desc md = FSDP_ZERO;

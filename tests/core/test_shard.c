@@ -1,5 +1,5 @@
-/* test_shard.c - shard math against a model that goes element by element, and whole units gathered
-   and scattered by their segment and block lists in ordinary memory.
+/* test_shard.c - shard math compared with a model that works element by element, and whole units
+   gathered and scattered by their lists of segments and blocks, in ordinary memory.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS
@@ -8,11 +8,11 @@
 #include "lab.h"
 
 enum { MAX_WORLD = 9, MAX_PARAMS = 5, GUARD = 40, FREE = -7 };
-static int64_t cases, mixed; /* units that were run; of them with direct and packed parameters */
+static int64_t cases, mixed; /* units checked; those with direct and packed parameters */
 
 /* ---- the model: torch.chunk, then one element after another ---------------------------------- */
 
-/* Rows of a piece: the smallest size with which `world` pieces hold all rows. */
+/* Returns the rows of a piece: the smallest size for which `world` pieces hold all rows. */
 static int64_t model_chunk(int64_t rows, int world) {
     int64_t chunk = 0;
     while (chunk * world < rows) chunk++;
@@ -21,7 +21,7 @@ static int64_t model_chunk(int64_t rows, int world) {
 
 static int64_t align_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Who owns row `row`: pieces are dealt out until the rows are used up. */
+/* Returns the rank that owns a row: each piece has `chunk` rows, until none are left. */
 static int model_owner(int64_t row, int64_t chunk) {
     int rank = 0;
     while (row >= chunk) row -= chunk, rank++;
@@ -30,8 +30,8 @@ static int model_owner(int64_t row, int64_t chunk) {
 
 typedef struct {
     int64_t numel, stored; /* elements of the full tensor; of a stored shard, with padding */
-    int *owner;            /* of each element, row-major */
-    int64_t *place;        /* of each element in its owner's shard */
+    int *owner;            /* owner of each element, row-major */
+    int64_t *place;        /* index of each element in its owner's shard */
     int64_t held[MAX_WORLD];
 } model;
 
@@ -69,12 +69,12 @@ TEST(shard, ranges) {
                 at += r.count;
                 cases++;
             }
-            CHECK_EQ_INT(at, rows); /* together they are the whole */
+            CHECK_EQ_INT(at, rows); /* together they have all rows */
         }
     h_message("%lld ranges", (long long)cases);
 }
 
-/* Sizes that ordinary programs never see: no overflow, and still the whole. */
+/* Sizes that ordinary programs never have: no overflow, and all rows are covered. */
 TEST(shard, ranges_of_large_sizes) {
     static const int64_t sizes[] = {INT64_MAX,  INT64_MAX - 1,          (int64_t)1 << 62,
                                     1000000007, ((int64_t)1 << 31) - 1, (int64_t)1 << 40};
@@ -104,7 +104,7 @@ TEST(shard, ranges_of_large_sizes) {
 typedef struct {
     fsdp_layout_param params[MAX_PARAMS];
     int count, world;
-    int64_t direct_numel, align;              /* the latter in the layout's desc, too */
+    int64_t direct_numel, align;              /* align: also in the layout's desc */
     int64_t shard_base, full_base, final_gap; /* final_gap < 0: final_base 0 */
 } unit;
 
@@ -125,7 +125,7 @@ static void unit_title(const unit *u) {
 }
 #define REQUIRE(cond) CHECK_MSG(cond, "%s", title)
 
-/* Element i of parameter p as rank k sees its gradient; rank 0's is the parameter itself. */
+/* Returns rank k's gradient of element i of parameter p; rank 0's equals the parameter. */
 static int32_t value(int p, int64_t i, int k) {
     return ((p + 1) * 100000 + (int32_t)i + 1) * (k + 1);
 }
@@ -144,7 +144,7 @@ typedef struct {
     fsdp_block blocks[MAX_PARAMS * MAX_WORLD + 1];
 } laid_out;
 
-/* The layout as rank `rank` sees it; and again without lists, for the same numbers. */
+/* Computes the layout of rank `rank`; then again without lists, for equal numbers. */
 static void lay_out(const unit *u, int rank, laid_out *out) {
     fsdp_layout first;
     fsdp_layout_param params[MAX_PARAMS];
@@ -152,7 +152,7 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
     first.world = u->world, first.rank = rank;
     first.direct_numel = u->direct_numel, first.align = u->align;
     first.shard_base = u->shard_base, first.full_base = u->full_base;
-    for (int pass = 0; pass < 2; pass++) { /* the gathered size must be known to place the rest */
+    for (int pass = 0; pass < 2; pass++) { /* the rest is placed after the gathered size */
         memset(out, 0x55, sizeof *out);
         out->layout = first;
         memcpy(out->params, u->params, sizeof out->params);
@@ -170,13 +170,14 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
             !memcmp(params, out->params, sizeof params));
 }
 
-/* Which elements of memory are taken; taking one twice is an error. */
+/* Marks elements of memory as taken, and checks that none was taken before. */
 static void take(int32_t *taken, int64_t from, int64_t count, int64_t end) {
     REQUIRE(from >= 0 && count >= 0 && from + count <= end);
     for (int64_t i = from; i < from + count; i++) REQUIRE(taken[i]++ == 0);
 }
 
-/* Places and sizes: shards tight, nothing overlaps, direct and copied-out tensors aligned. */
+/* Checks places and sizes: shards are contiguous, nothing overlaps, direct and copied-out
+   tensors are aligned. */
 static void check_places(const unit *u, const laid_out *l, const model *m) {
     const fsdp_layout *y = &l->layout;
     int64_t base = u->shard_base, gathered = u->world * y->shard_numel, sum = 0, packed = 0,
@@ -206,11 +207,11 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
             if (p->direct) REQUIRE((p->shard_offset - base) % u->align == 0);
             REQUIRE((p->full_offset - u->full_base) % u->align == 0);
         }
-        for (int j = 0; j < u->count; j++) /* direct shards stand before the packed ones */
+        for (int j = 0; j < u->count; j++) /* direct shards come before the packed ones */
             if (large && !l->params[j].direct && l->params[j].shard_numel > 0)
                 REQUIRE(p->shard_offset < l->params[j].shard_offset);
         if (!p->direct) packed += m[i].stored;
-        /* a full tensor has room for its padding behind it */
+        /* a full tensor is followed by room for its padding */
         if (p->direct) REQUIRE(p->full_offset + u->world * m[i].stored <= tensors);
         if (p->direct) continue;
         take(slot, p->full_offset, u->world * m[i].stored, end);
@@ -226,7 +227,8 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
     free(slot);
 }
 
-/* Fill every rank's flat shard by the model, gather by the segments, copy out by the blocks. */
+/* Fills every rank's flat shard by the model, gathers by the segments, and copies out by the
+   blocks. */
 static void check_gather(const unit *u, const laid_out *l, const model *m) {
     int64_t size = u->shard_base + l->layout.shard_numel, end = l->layout.slot_end;
     int32_t *slot = filled(end + GUARD, FREE), *flat[MAX_WORLD];
@@ -268,7 +270,8 @@ static void check_gather(const unit *u, const laid_out *l, const model *m) {
     free(slot);
 }
 
-/* Gradients into zeroed slots, chunk_cat by the blocks, summed over the ranks by the segments. */
+/* Writes gradients into zeroed slots, packs them by the blocks (chunk_cat), and sums over the
+   ranks by the segments. */
 static void check_scatter(const unit *u, const laid_out *l, const model *m) {
     int32_t *slot[MAX_WORLD], sum = u->world * (u->world + 1) / 2;
     for (int k = 0; k < u->world; k++) {
@@ -311,7 +314,7 @@ static void run(const unit *u) {
         if (u->world == 1) m[i].stored = align_up(m[i].stored, u->align);
     }
     lay_out(u, 0, &l);
-    for (int r = 0; r < u->world; r++) { /* every rank sees the same, but for its own rows */
+    for (int r = 0; r < u->world; r++) { /* equal on all ranks, except for their own rows */
         lay_out(u, r, &mine);
         for (int i = 0; i < u->count; i++) {
             fsdp_layout_param *p = &mine.params[i];
@@ -351,7 +354,8 @@ static fsdp_layout_param *unit_add(unit *u, int shard_dim) {
 
 static void param_dim(fsdp_layout_param *p, int64_t size) { p->shape[p->ndim++] = size; }
 
-/* Every number of rows over every world, alone and beside a small neighbour, packed and direct. */
+/* Every number of rows over every world, with and without a small second parameter, packed and
+   direct. */
 TEST(shard, every_size) {
     static const int64_t inner[] = {0, 1, 2, 3, 7, 16};
     for (int64_t rows = 0; rows <= 40; rows++)
@@ -368,7 +372,7 @@ TEST(shard, every_size) {
     h_message("%lld units", (long long)cases);
 }
 
-/* The same along a dim that is not the first. */
+/* Every size along a dim that is not the first. */
 TEST(shard, every_size_along_dim_1) {
     static const int64_t around[][2] = {{1, 1}, {3, 1}, {2, 5}, {5, 2}};
     for (int64_t size = 0; size <= 40; size++)
@@ -386,8 +390,8 @@ TEST(shard, every_size_along_dim_1) {
     h_message("%lld units", (long long)cases);
 }
 
-/* Units of 1 to 5 parameters of 1 to 4 dims: uneven, empty, without elements, any shard dim, a mix
-   of direct and packed ones, the list anywhere in its blocks. */
+/* Units of 1 to 5 parameters with 1 to 4 dims: uneven, empty, without elements, any shard dim,
+   direct and packed ones, the list anywhere in its blocks. */
 TEST(shard, random_units, SLOW | AT_NIGHT(ASAN)) {
     uint64_t rng = h_seed();
     for (int n = 0; n < (W_SLOW ? 10000 : 60000); n++) {
@@ -399,7 +403,7 @@ TEST(shard, random_units, SLOW | AT_NIGHT(ASAN)) {
         u.align = aligns[h_rand64(&rng) % 4];
         for (int left = 1 + (int)(h_rand64(&rng) % MAX_PARAMS); left; left--) {
             int ndim = 1 + (int)(h_rand64(&rng) % 4);
-            int even = h_rand64(&rng) % 3 == 0; /* rows that a multiple of 16 can come from */
+            int even = h_rand64(&rng) % 3 == 0; /* rows that may be a multiple of 16 */
             int any_dim = h_rand64(&rng) % 2 == 0;
             fsdp_layout_param *p = unit_add(&u,
                                             any_dim ? (int)(h_rand64(&rng) % (uint64_t)ndim) : 0);
@@ -420,7 +424,8 @@ TEST(shard, random_units, SLOW | AT_NIGHT(ASAN)) {
               (long long)mixed);
 }
 
-/* The rule of direct parameters, spelled out: the large one first, then the packed in order. */
+/* The rule of direct parameters in an example: the large one first, then the packed ones in
+   order. */
 TEST(shard, example) {
     fsdp_layout layout;
     fsdp_layout_param p[4];
@@ -429,7 +434,7 @@ TEST(shard, example) {
     memset(&layout, 0, sizeof layout);
     memset(p, 0, sizeof p);
     layout.world = 4, layout.direct_numel = 128, layout.align = 16;
-    p[0].ndim = 1, p[0].shape[0] = 10;                    /* packed: (3) a rank */
+    p[0].ndim = 1, p[0].shape[0] = 10;                    /* packed: (3) on each rank */
     p[1].ndim = 2, p[1].shape[0] = 16, p[1].shape[1] = 8; /* direct: (4,8) */
     p[2].ndim = 2, p[2].shape[0] = 2, p[2].shape[1] = 6, p[2].shard_dim = 1; /* packed: (2,2) */
     p[3].ndim = 1, p[3].shape[0] = 0;
@@ -462,7 +467,7 @@ TEST(shard, functions_refuse) {
     CHECK(r.start == 1 && r.count == 2 && r.padded == 3);
 }
 
-/* What one changed field makes of a layout that was fine. */
+/* Layouts that one changed field makes invalid. */
 typedef struct {
     const char *name;
     int world, rank, count, ndim, dim;

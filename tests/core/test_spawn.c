@@ -1,4 +1,4 @@
-/* test_spawn.c - fsdp_spawn: ranks as processes and as threads, how they fail and how they end.
+/* test_spawn.c - fsdp_spawn: ranks as processes and as threads, their failures and their ends.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN | GLOO
@@ -29,7 +29,7 @@ static void text_has(const char *part) {
               fsdp_last_error(NULL), part);
 }
 
-/* The harness's shared page is not for us: one of our own, so that processes can be counted too. */
+/* Maps a shared integer. The harness's shared page cannot be used: processes are counted, too. */
 static int *shared_int(void) {
     int *p = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(p != (int *)MAP_FAILED);
@@ -55,7 +55,7 @@ TEST_P(spawn, every_rank_runs_once, modes, row->ranks > 3 ? MANY_RANKS : 0) {
 static int own_status(fsdp_world *world, void *arg) {
     (void)arg;
     if (fsdp_rank(world) == 1) return FSDP_ERR_CORRUPT;
-    return (int)fsdp_barrier(world); /* the others wait for it in vain */
+    return (int)fsdp_barrier(world); /* the other ranks wait for it */
 }
 TEST_P(spawn, a_status_comes_back, both) {
     int64_t start = h_now_ms();
@@ -68,7 +68,7 @@ static int other_value(fsdp_world *world, void *arg) {
     (void)arg;
     return fsdp_rank(world) == 2 ? -7 : (int)fsdp_barrier(world);
 }
-/* The others hear why: they are not left to find that this rank has shut down. */
+/* The other ranks' status has the reason, not that this rank has shut down. */
 static int three(fsdp_world *world, void *arg) {
     if (fsdp_rank(world) == 1) return 3000;
     const fsdp_status status = fsdp_barrier(world);
@@ -172,7 +172,7 @@ TEST(spawn, ranks_die_with_their_parent) {
     kill(parent, SIGKILL);
     CHECK_EQ_INT(waitpid(parent, NULL, 0), parent);
     for (int k = 0, waited = 0; k < 3; k++)
-        for (;; waited++, usleep(1000)) { /* whoever adopts them reaps them */
+        for (;; waited++, usleep(1000)) { /* the process that adopts them reaps them */
             char path[64], state = 'X';
             snprintf(path, sizeof path, "/proc/%d/stat", pids[k]);
             FILE *f = fopen(path, "r");
@@ -212,7 +212,7 @@ static int nothing(fsdp_world *world, void *arg) {
     return 0;
 }
 
-/* With descriptors closed, the report comes back, and ranks find something there to print to. */
+/* With closed descriptors the report comes back, and ranks can write to descriptors 0 to 2. */
 static int prints_where_nobody_listens(fsdp_world *world, void *arg) {
     struct stat st;
     (void)arg;
@@ -236,7 +236,7 @@ TEST_P(spawn, with_closed_descriptors, open_ones) {
         const fsdp_status status = spawn(&both[0], prints_where_nobody_listens, NULL);
         const int named = strstr(fsdp_last_error(NULL), "rank 1: [E512] the rank's function") !=
                           NULL;
-        for (int fd = row->first; fd < 3; fd++) /* the program's own stay as they were */
+        for (int fd = row->first; fd < 3; fd++) /* the program's own descriptors stay closed */
             if (fcntl(fd, F_GETFD) >= 0) _exit(50 + fd);
         _exit(named ? (int)status : 90);
     }
@@ -244,9 +244,9 @@ TEST_P(spawn, with_closed_descriptors, open_ones) {
     CHECK_MSG(how == FSDP_ERR_CORRUPT << 8, "%#x", how);
 }
 
-/* A program writes to descriptors that it has not opened: the report pipe among them. */
+/* A program writes to descriptors that it has not opened, the report pipe among them. */
 static int writes_junk(fsdp_world *world, void *arg) {
-    char junk[1032]; /* bytes of a report */
+    char junk[1032]; /* size of a report */
     struct stat st;
     memset(junk, *(const int *)arg, sizeof junk);
     for (int fd = 3; fd < 100 && fsdp_rank(world) == 0; fd++)

@@ -1,8 +1,8 @@
-/* test_sweep.c - set-up and its end under want: over fsdp_init, meshes and their groups, a model,
-   and fsdp_shutdown, one allocation of a rank after the other fails, or it has one descriptor more
-   than the time before. Each such life ends in time, with a status and a text where something has
-   failed, leaves no memory, descriptor, thread or file, and the next one, in the same process,
-   succeeds.
+/* test_sweep.c - set-up and shutdown without enough memory or descriptors. In fsdp_init, meshes and
+   their groups, a model and fsdp_shutdown each allocation of a rank fails in turn, or the rank has
+   one descriptor more than in the last life. Each such life ends in time, with a status and a text
+   if something failed, and leaves no memory, descriptor, thread or file. The next life, in the same
+   process, succeeds.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | GLOO
@@ -13,7 +13,7 @@ enum { WORLD = 2, LIVES_MAX = 400 };
 
 typedef struct {
     const char *name;
-    int victim, descriptors, persistent; /* descriptors: these are short, else memory */
+    int victim, descriptors, persistent; /* descriptors: these are short, otherwise memory */
     int stride;
 } sweep_row;
 static const sweep_row rows[] = {{"memory/rank=0", 0, 0, 0, 5},
@@ -25,10 +25,10 @@ static const sweep_row rows[] = {{"memory/rank=0", 0, 0, 0, 5},
                                       {"memory/rank=0/for_good", 0, 0, 1, 1},
                                       {"memory/rank=1/for_good", 1, 0, 1, 1}};
 
-/* In memory of all ranks. */
+/* In shared memory. */
 typedef struct {
     const sweep_row *row;
-    int came[LIVES_MAX][2], goes_on[LIVES_MAX]; /* goes_on: the victim has not had enough yet */
+    int came[LIVES_MAX][2], goes_on[LIVES_MAX]; /* goes_on: the victim was still short */
     int failed, unharmed;
     fsdp_status status[LIVES_MAX][WORLD];
 } board;
@@ -39,7 +39,8 @@ static void meet(int *came) {
     while (__atomic_load_n(came, __ATOMIC_SEQ_CST) < WORLD) h_nap(&ns);
 }
 
-/* What a life may leave nothing in. named: files anywhere that have the name of the job. */
+/* Counts that must be unchanged after a life. named: files in /dev/shm and /tmp with the job's
+   name. */
 typedef struct {
     int fds, threads, own_tmp, named;
 } traces;
@@ -90,7 +91,7 @@ static fsdp_status model(fsdp_world *w) {
     return status;
 }
 
-/* The first thing that fails, and why. */
+/* Runs a life. Returns the first failure, and its text in `text`. */
 static fsdp_status live(int rank, const char *job, int timeout_ms, w_heap *heap, int64_t fails_at,
                         int persistent, char *text, size_t cap) {
     fsdp_world_desc d = w_desc(rank, WORLD, NULL, job, 0);
@@ -121,7 +122,7 @@ static void limit(int fds) {
     CHECK(!setrlimit(RLIMIT_NOFILE, &l));
 }
 
-/* One life in want, one without. */
+/* One life with a shortage, one without. */
 static void pair_of_lives(int rank, board *b, int k, const traces *before) {
     const sweep_row *row = b->row;
     int victim = rank == row->victim, n = k * row->stride, base = lowest_free();

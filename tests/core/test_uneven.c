@@ -1,20 +1,21 @@
-/* test_uneven.c - tensor parallelism that cuts rows unevenly: ranks that share a group hold, and have
-   allocated, parts of other sizes. FSDP over dp of what is cut, HSDP over (dp, tp) of what is not,
-   clipping over all, and collectives of activations over tp; against one process that does it all.
+/* test_uneven.c - tensor parallelism that divides rows unevenly: ranks that share a group have
+   allocated tensors of different sizes. FSDP over dp for the divided parameter, HSDP over (dp, tp)
+   for the other, clipping over both, and collectives of activations over tp; compared with one
+   process.
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO
 #include "harness.h"
 #include <math.h> // fabs, sqrt
 #include "lab.h"
 
-/* 33 and 32 rows over two ranks of tp: they differ in pages. */
+/* 33 and 32 rows over two ranks of tp: their sizes in pages differ. */
 enum { ROWS = 65, COLS = 1024, CUT = ROWS * COLS, WHOLE = 257, STEPS = 3, ACTIVATION = 3000 };
 enum { PARAM_CUT = 0, PARAM_WHOLE = 1 };
 
 typedef struct form {
     const char *name;
     int threads, lanes, dp, tp;
-    int order; /* 0: `whole` has the mesh (dp, tp); 1: all ranks shard it; 2: and it is made first */
+    int order; /* 0: `whole` has mesh (dp, tp); 1: all ranks shard it; 2: and it is made first */
 } form;
 #define FORMS(mode, threads)                                                                       \
     {mode "/2x2", threads, 0, 2, 2, 0}, {mode "/2x2/lanes=1", threads, 1, 2, 2, 0},                \
@@ -35,17 +36,18 @@ typedef struct training {
     fsdp_model *m;
     fsdp_unit *cut, *whole;
     int rank, step;
-    fsdp_range rows;     /* of the cut parameter, that this rank's tp group has */
-    float *weight, *one; /* what one process has: CUT elements, then WHOLE; and its gradients */
+    fsdp_range rows;     /* rows of the cut parameter on this rank's tp group */
+    float *weight, *one; /* one process: CUT elements, then WHOLE; and gradients */
 } training;
 
-/* Small whole numbers, so that sums of them are exact; of another size on each rank. */
+/* Returns a gradient: a small whole number, so that sums are exact; different on each rank. */
 static float gradient(const training *t, int rank, int e) {
     uint64_t state = (uint64_t)((t->step * 64 + rank) * 100000 + e);
     return (float)((int)(h_rand64(&state) % 19) - 9);
 }
 
-/* Means over the ranks that have the element, the norm of all, and one clipped step. */
+/* Runs the step of one process: means over the ranks that have an element, the norm, a clipped
+   update. Returns the norm. */
 static double reference(training *t, double max_norm, float rate) {
     double sum = 0;
     for (int e = 0; e < CUT + WHOLE; e++) {
@@ -65,7 +67,7 @@ static double reference(training *t, double max_norm, float rate) {
     return norm;
 }
 
-/* Where element e of the parameter that a unit has here is in what one process has. */
+/* Returns the index, in one process's elements, of element e of a unit's parameter. */
 static int place_of(const training *t, int param, int64_t e) {
     return (int)(param == PARAM_WHOLE ? CUT + e : t->rows.start * COLS + e);
 }
@@ -119,8 +121,8 @@ static void step(training *t, fsdp_unit *const *units, double max_norm) {
     CALL(t->w, fsdp_zero_grad(t->m));
 }
 
-/* What an extension does with activations: buffers of its own, over the group of tp, whose members
-   have allocated other parts of the model before. */
+/* Runs collectives of activations, as an extension does, with its own buffers, over the tp
+   group, whose members have allocated different sizes before. */
 static void activations(const training *t, const fsdp_mesh_info *info) {
     const fsdp_comm_ops *ops;
     fsdp_comm *comm = lib_comm(t->w, &ops);
@@ -147,13 +149,13 @@ static void activations(const training *t, const fsdp_mesh_info *info) {
         fsdp_status status = ops->run(info->replicate_comm, &c);
         W_CHECK(!status, "%s", ops->error_text(info->replicate_comm));
         for (int i = 0; i < ACTIVATION; i++) {
-            int k = n - 1, mine = me * ACTIVATION + i; /* the last member's part of what I got */
+            int k = n - 1, mine = me * ACTIVATION + i; /* the last member's data */
             float got = dst[round == 1 || round == 3 ? i : k * ACTIVATION + i];
             float wanted = round == 0   ? (float)(k * 100000 + i)
                            : round == 1 ? (float)(n * mine + 100000 * (n * (n - 1) / 2))
                            : round == 2 ? (float)(k * 100000 + mine)
                                         : (float)i;
-            if (round == 3 && !me) continue; /* it has sent */
+            if (round == 3 && !me) continue; /* rank 0 has sent */
             W_CHECK(fabs((double)(got - wanted)) < 0.5, "round %d: element %d is %g, expected %g",
                     round, i, (double)got, (double)wanted);
         }

@@ -1,5 +1,5 @@
-/* test_unused.c - parameters that a backward does not use: which of them have a gradient, what is in
-   it, who steps them; and what ranks are told that used different ones.
+/* test_unused.c - parameters that a backward does not use: which have a gradient, its value, and
+   whether optimizers step them; and the error texts if ranks use different parameters.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | ONE_GPU
@@ -9,13 +9,13 @@
 
 enum { PARAMS = 3, ROWS = 8, COLS = 2, NUMEL = ROWS * COLS, MICROS = 3 };
 enum { A = 1, B = 2, C = 4, ALL = A | B | C };
-enum { UNVISITED = 8 }; /* backward does not come to the unit */
+enum { UNVISITED = 8 }; /* backward does not reach the unit */
 
-/* ---- which parameters have a gradient -------------------------------------------------------- */
+/* ---- parameters that have a gradient --------------------------------------------------------- */
 
 typedef struct {
     uint8_t even, odd; /* used by ranks of even and of odd number */
-    uint8_t how, end;  /* WAITS, ...; the parameters that have a gradient when the step ends */
+    uint8_t how, end;  /* WAITS, ...; parameters with a gradient at the step's end */
 } micro;
 enum { WAITS = 1, SUMS_WAIT = 2, ZEROS = 4 }; /* no sync, no all_reduce, reduce_unused */
 enum { END = 8, KEEP = 16 };                  /* KEEP: the gradients stay for the next step */
@@ -51,7 +51,8 @@ typedef struct {
     fsdp_dtype param_dtype;
 } story;
 
-/* What rank r writes for parameter p in microbatch m: exact in bf16, also when it is added up. */
+/* Returns rank r's gradient of parameter p in microbatch m: exact in bf16, also when it is added
+   up. */
 static double written(int r, int p, int m) { return 4 * m + 2 * p + 1 + r; }
 
 static void micro_forth_and_back(lab_rank *r, fsdp_model *m, fsdp_unit *u, const micro *of, int k,
@@ -75,7 +76,7 @@ static void micro_forth_and_back(lab_rank *r, fsdp_model *m, fsdp_unit *u, const
     CALL(r->w, fsdp_finalize_backward(m));
 }
 
-/* The step ends: each parameter has the mean of what all ranks wrote, or no gradient. One without a
+/* Ends a step: each parameter has the mean over all ranks, or no gradient. A parameter without a
    gradient is in no norm, and no optimizer steps it: weight decay would change it. */
 static void step_ends(lab_rank *r, fsdp_model *m, fsdp_unit *u, fsdp_sgd *sgd, int has,
                       const double *sum) {
@@ -137,8 +138,7 @@ static void story_rank(lab_rank *r) {
     fsdp_sgd_destroy(sgd);
 }
 
-/* On one rank, sharded, over replicas, and both: gradients that are kept as they are written, and
-   those that are cast. */
+/* On one rank, sharded, over replicas, and both: gradients with and without a cast. */
 TEST_P(unused, gradients, stories) {
     static const int worlds[][2] = {{1, 1}, {1, 2}, {2, 1}, {2, 2}, {1, 3}};
     for (int k = 0; k < 4 * (int)(sizeof worlds / sizeof *worlds); k++) {
@@ -149,9 +149,9 @@ TEST_P(unused, gradients, stories) {
     }
 }
 
-/* ---- ranks that use different ones ----------------------------------------------------------- */
+/* ---- ranks that use different parameters ----------------------------------------------------- */
 
-/* The text of rank k in the message: from its name to the next one. */
+/* Returns rank k's part of the message: from its name to the next one. */
 static const char *part_of_rank(const char *text, int k, size_t *length) {
     const char *first = strstr(text, "disagree: rank 0: ");
     const char *second = first ? strstr(first, "; rank 1: ") : NULL;
@@ -170,7 +170,7 @@ typedef struct {
 } pair;
 
 static void pair_rank(lab_rank *r) {
-    static const char *const unused[] = {"a", "b", "a", "c", "a", "b", "a"}; /* by the used ones */
+    static const char *const unused[] = {"a", "b", "a", "c", "a", "b", "a"}; /* by mask of used */
     const pair *job = (const pair *)r->arg;
     fsdp_param_desc params[PARAMS] = {fsdp_mat("a", ROWS, COLS), fsdp_mat("b", ROWS, COLS),
                                       fsdp_mat("c", ROWS, COLS)};
@@ -185,7 +185,7 @@ static void pair_rank(lab_rank *r) {
     for (int p = 0; p < PARAMS; p++)
         if (job->used[r->rank] >> p & 1) CHECK(fsdp_grad(u, p));
     fsdp_status status = fsdp_post_backward(u);
-    if (!status) status = fsdp_barrier(r->w); /* where a rank that used none meets the other one */
+    if (!status) status = fsdp_barrier(r->w); /* meets the rank that has used none */
     if (job->used[0] == job->used[1]) {
         CHECK_OK(status);
         return;
@@ -203,7 +203,7 @@ static void pair_rank(lab_rank *r) {
         CHECK_MSG(says(part, length, " of 'three'"), "%s", text);
         snprintf(word, sizeof word, ", without a gradient of '%s'",
                  job->used[k] == ALL ? "" : unused[job->used[k]]);
-        if (job->used[k] == ALL) word[strlen(word) - 2] = 0; /* of none */
+        if (job->used[k] == ALL) word[strlen(word) - 2] = 0; /* no name follows */
         CHECK_MSG(says(part, length, word) == (job->used[k] != ALL), "%s", text);
     }
     CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_MISMATCH);
@@ -215,10 +215,10 @@ static const struct {
     int replicas;
 } groups[] = {{"shards", 0}, {"replicas", 1}};
 
-/* All pairs of sets, also those whose first parameter without a gradient is the same. */
+/* All pairs of sets, also those with the same first parameter without a gradient. */
 TEST_P(unused, ranks_disagree, groups) {
-    /* An all-reduce over replicas, and with NCCL each reduction, is in another group than what a
-       rank calls that used none. */
+    /* An all-reduce over replicas, and with NCCL each reduction, is in another group than the
+       barrier of a rank that used none. */
     const char *backend = getenv("FSDP_BACKEND");
     const int least = row->replicas || (backend && !strcmp(backend, "nccl"));
     for (int a = least; a <= ALL; a++)

@@ -1,6 +1,6 @@
-/* test_warnings.c - what the library logs although nothing fails: gradients that wait for a reduction
-   when a call means that there are none, steps without a gradient, and replicas that begin with
-   different parameters. PyTorch says nothing. And how replicas get the same.
+/* test_warnings.c - warnings of calls that succeed: unreduced gradients in a call that expects
+   none, steps without a gradient, and replicas that start with different parameters. PyTorch has no
+   such warnings. Also the broadcast that makes replicas equal.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -9,7 +9,7 @@
 #include "lab.h"
 
 enum { RANKS = 4 };
-static char said[RANKS][1 << 14]; /* what each rank has logged at the level warn */
+static char said[RANKS][1 << 14]; /* each rank's log at the level warn */
 
 static void hear(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)user;
@@ -19,7 +19,7 @@ static void hear(int level, fsdp_status code, int rank, const char *text, void *
     snprintf(said[rank] + used, sizeof said[rank] - used, "%s\n", text);
 }
 
-/* How often this rank has said so, in all; forgets it. */
+/* Returns the number of times that this rank has logged `word`, and clears its log. */
 static int times(const lab_rank *r, const char *word) {
     int n = 0;
     for (const char *at = said[r->rank]; (at = strstr(at, word)) != NULL; at++) n++;
@@ -57,7 +57,7 @@ static rig make(const lab_rank *r, const fsdp_mesh *mesh) {
     return x;
 }
 
-/* A microbatch; `used`: bits of the units that have a gradient in it. */
+/* Runs a microbatch; `used`: bit mask of the units that have a gradient in it. */
 static void micro(const lab_rank *r, const rig *x, int used) {
     for (int i = 0; i < 2; i++) lab_forward(r->w, x->u[i]);
     for (int i = 0; i < 2; i++) {
@@ -69,7 +69,8 @@ static void micro(const lab_rank *r, const rig *x, int used) {
     CALL(r->w, fsdp_finalize_backward(x->m));
 }
 
-/* Each call that takes the window for ended says once which unit has more of it. */
+/* Each call that ends a gradient accumulation warns once, and names a unit with unreduced
+   gradients. */
 static void each_call(lab_rank *r) {
     static const char second[] = ": unit 'second' holds gradients that are not reduced";
     fsdp_adamw *adamw = NULL;
@@ -84,7 +85,7 @@ static void each_call(lab_rank *r) {
         CALL(r->w, fsdp_adamw_create(x.m, NULL, &adamw));
         CALL(r->w, fsdp_sgd_create(x.m, NULL, &sgd));
         CALL(r->w, fsdp_grad_scaler_create(x.m, NULL, &scaler));
-        for (int n = 0; n < 3; n++) { /* 0: nothing waits; then it is told once */
+        for (int n = 0; n < 3; n++) { /* 0: nothing waits; afterwards one warning */
             CALL(r->w, fsdp_set_requires_gradient_sync(x.m, NULL, 1));
             micro(r, &x, 3);
             CALL(r->w, fsdp_set_requires_gradient_sync(x.m, NULL, 0));
@@ -102,7 +103,7 @@ static void each_call(lab_rank *r) {
                       said[r->rank]);
         }
         CALL(r->w, call == 4 ? fsdp_params_changed(x.m) : fsdp_zero_grad(x.m));
-        CHECK_EQ_INT(lines(r), 1); /* of another call */
+        CHECK_EQ_INT(lines(r), 1); /* the other call's */
         CALL(r->w, fsdp_model_reset(x.m));
         CALL(r->w, fsdp_zero_grad(x.m));
         CHECK_EQ_INT(lines(r), 0);
@@ -113,7 +114,7 @@ TEST(warnings, gradients_that_wait) {
     for (int size = 1; size < 3; size++) launch(size, each_call, NULL);
 }
 
-/* A load fails, and so does what lays the model out anew; after a reset both are possible. */
+/* While gradients are unreduced, loads and new layouts are refused; after a reset both work. */
 static void nothing(void *user, const fsdp_param_view *block) { (void)user, (void)block; }
 static void loads(lab_rank *r) {
     static const float full[9] = {1, 2, 3};
@@ -151,7 +152,8 @@ static void sums(lab_rank *r) {
 }
 TEST(warnings, sums_that_wait) { launch(4, sums, NULL); }
 
-/* Buckets, which join asks in each microbatch whether there is a batch: that is no end of a window. */
+/* Buckets: join runs a collective in each microbatch, which does not end the gradient
+   accumulation. */
 static void buckets(lab_rank *r) {
     const fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
     fsdp_replicate_desc d = FSDP_ZERO;
@@ -193,7 +195,7 @@ static void no_gradient(lab_rank *r) {
     micro(r, &x, 2); /* a parameter of another optimizer */
     CALL(r->w, fsdp_sgd_step(sgd, 0.1));
     CHECK_EQ_INT(lines(r), 0);
-    for (int n = 0; n < 2; n++) { /* zero_grad before the step; told once */
+    for (int n = 0; n < 2; n++) { /* zero_grad before the step; one warning */
         micro(r, &x, 1);
         CALL(r->w, fsdp_zero_grad(x.m));
         CALL(r->w, fsdp_sgd_step(sgd, 0.1));
@@ -201,17 +203,17 @@ static void no_gradient(lab_rank *r) {
     }
     fsdp_sgd_destroy(sgd);
     CALL(r->w, fsdp_sgd_create(x.m, &d, &sgd));
-    CALL(r->w, fsdp_set_requires_gradient_sync(x.m, NULL, 0)); /* and never on again */
+    CALL(r->w, fsdp_set_requires_gradient_sync(x.m, NULL, 0)); /* and never set again */
     micro(r, &x, 3);
     CALL(r->w, fsdp_sgd_step(sgd, 0.1));
-    CHECK_EQ_INT(lines(r), 2); /* what waits, and that nothing was updated */
+    CHECK_EQ_INT(lines(r), 2); /* unreduced gradients; no update */
 }
 TEST(warnings, step_without_a_gradient) { launch(2, no_gradient, NULL); }
 
-/* ---- replicas that begin with different parameters ------------------------------------------- */
+/* ---- replicas that start with different parameters ------------------------------------------- */
 
 static void by_rank(void *user, const fsdp_param_view *block) {
-    const double *add = (const double *)user; /* to the values that all have */
+    const double *add = (const double *)user; /* added to values that are equal on all ranks */
     for (int64_t k = 0; k < block->numel; k++)
         lab_put(block->data, block->dtype, k, (double)(fsdp_view_index(block, k) % 50) + *add);
 }
@@ -223,12 +225,12 @@ static void expect_values(const lab_rank *r, const rig *x, double add) {
     }
 }
 
-/* All replicas are told once, in the first finalize; a broadcast makes them equal. */
+/* All ranks warn once, in the first finalize; a broadcast makes replicas equal. */
 static void hsdp_differs(lab_rank *r) {
     static const char told[] = "finalize_backward: replicas hold different parameters in unit 'first'";
     fsdp_mesh *mesh = lab_hsdp(r->w, 2, 2);
     const int replica = fsdp_mesh_rank(mesh, 0);
-    for (int root = -1; root < 2; root++) { /* -1: they are not made equal */
+    for (int root = -1; root < 2; root++) { /* -1: no broadcast */
         rig x = make(r, mesh);
         double add = 100 * replica;
         CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
@@ -240,11 +242,11 @@ static void hsdp_differs(lab_rank *r) {
         }
         fsdp_model_destroy(x.m);
     }
-    rig x = make(r, mesh); /* one unit alone, in one element */
+    rig x = make(r, mesh); /* one unit differs, in one element */
     double add = 0;
     CALL(r->w, fsdp_init_params(x.m, by_rank, &add));
     fsdp_param_view v = lab_view(r->w, x.u[1], 0);
-    if (r->rank == 2) ((float *)v.shard)[v.numel - 1] = 7.5f; /* of 5 */
+    if (r->rank == 2) ((float *)v.shard)[v.numel - 1] = 7.5f; /* 5 elements */
     CALL(r->w, fsdp_params_changed(x.m));
     micro(r, &x, 3);
     const int mine = fsdp_mesh_rank(mesh, 1) == 0; /* the group of rank 2 */
@@ -277,8 +279,8 @@ static void sharded(lab_rank *r) {
 }
 TEST(warnings, no_replicas) { launch(2, sharded, NULL); }
 
-/* Frozen parameters in another order on one rank: no reduction compares them. They are told of, and
-   a broadcast, which would mix them, is refused on all ranks. */
+/* Frozen parameters in another order on one rank, which no reduction compares: a warning says
+   so, and a broadcast, which would mix them, is refused on all ranks. */
 static void frozen_order(lab_rank *r) {
     fsdp_param_desc p[3] = {fsdp_vec("w", 8), fsdp_vec("a", 8), fsdp_vec("b", 8)};
     fsdp_replicate_desc d = FSDP_ZERO;

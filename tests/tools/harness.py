@@ -35,7 +35,7 @@ def one(name, test):
     except Skip as reason:
         print(f"[  SKIPPED ] {name} ({reason})", flush=True)
         return " SKIPPED"
-    except Exception as e:  # whatever is wrong, the other tests still run
+    except Exception as e:  # after any error the other tests still run
         print(f"{type(e).__name__}: {e}")
         word = " FAILED "
     print(f"[ {word} ] {name} ({1000 * (time.monotonic() - start):.0f} ms)", flush=True)

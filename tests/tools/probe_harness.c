@@ -1,5 +1,5 @@
 /* probe_harness.c - tests that end in every way a test can; test_harness.c runs this program and
-   reads what it prints. Not a test of its own.
+   reads its output. It is not a test itself.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | AT_NIGHT(TSAN) | SECONDS(50)
@@ -7,12 +7,12 @@
 
 static void fail_at(int rank, int world, void *arg) {
     printf("hello from %d\n", rank);
-    usleep(100000); /* so that all have said it */
+    usleep(100000); /* so that all have printed it */
     if (rank == *(int *)arg) CHECK_EQ_INT(rank + 10, world);
     if (rank != *(int *)arg) pause();
 }
 
-/* By signal, under sanitizers too. */
+/* Dies of a signal, under sanitizers too. */
 static void crash(void) {
     signal(SIGSEGV, SIG_DFL);
     raise(SIGSEGV);
@@ -46,7 +46,7 @@ static void die_at(int rank, int world, void *arg) {
     if (rank == *(int *)arg) h_die(SIGKILL);
 }
 
-/* Rank 2 dies of a signal; rank 0 sees it, by the end of a pipe, and fails its own check. */
+/* Rank 2 dies of a signal. Rank 0 sees that at the end of a pipe, and fails its own check. */
 static void peer_of_crash(int rank, int world, void *arg) {
     const char *fifo = (const char *)arg;
     char c;
@@ -66,7 +66,7 @@ static void *fail_in_thread(void *arg) {
     return arg;
 }
 
-/* A grandchild that writes to a pipe's reader only by staying alive: its end closes the pipe. */
+/* Forks a grandchild that keeps a pipe open while it lives. */
 static void leave_grandchild(void) {
     if (!fork()) {
         const char *fifo = getenv("PROBE_FIFO");
@@ -162,7 +162,7 @@ TEST(skip, rank) {
 static const struct { const char *name; int value; } rows[] = {{"two", 2}, {"one", 1}};
 TEST_P(table, row, rows) { CHECK_EQ_INT(row->value, 2); }
 
-/* Each is chosen by other tags than its file says. */
+/* Each has other tags than its file. */
 TEST(tags, of_the_file) {}
 TEST(tags, slow, SLOW) {}
 TEST(tags, tsan, TSAN) {}

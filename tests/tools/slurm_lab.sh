@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT
-# slurm_lab.sh - run a shell command on the first of three "hosts", n1, n2 and n3, which share a real
-# Slurm: Debian's packages in network namespaces of this machine.
+# slurm_lab.sh - runs a shell command on the first of three "hosts", n1, n2 and n3, which share a
+# real Slurm: Debian's packages in network namespaces of this machine.
 #
 #   tests/tools/slurm_lab.sh COMMAND     COMMAND is a text for bash; `on HOST COMMAND...` and `rsh`
 #                                        are in PATH
 #
-# It needs root. Hosts, daemons and files are in namespaces of its own (processes, mounts, network),
-# the files on a tmpfs there: all of it ends with the script, however that ends, and a Slurm that
-# this machine runs does not see it. Exit status: that of COMMAND; 77: this machine lacks something.
+# It needs root. Hosts, daemons and files are in its own namespaces (processes, mounts, network), the
+# files on a tmpfs there: everything ends with the script, in any case, and does not affect a Slurm of
+# this machine. Exit status: COMMAND's; 77: this machine lacks something.
 set -euo pipefail
 
 skip() {
@@ -92,7 +92,7 @@ PartitionName=all Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
 END
 echo 'CgroupPlugin=cgroup/v1' >$lab/cgroup.conf
 echo 'PMIxCliTmpDirBase=/run/pmix' >$lab/mpi.conf
-# Slurm loads libpmix.so, which without the package libpmix-dev has no such name.
+# Slurm loads libpmix.so; only the package libpmix-dev has a file of that name.
 for libpmix in /usr/lib/*/pmix2/lib/libpmix.so.2; do
     [ -e "$libpmix" ] || continue
     cp -a "${libpmix%/*}" $lab/pmix && ln -sf libpmix.so.2 $lab/pmix/libpmix.so
@@ -124,6 +124,6 @@ for k in 1 2 3; do # they share a disk, but not the sockets of PMIx
 done
 idle() { [ "$(on n1 sinfo --noheader --states=idle --format=%D)" = 3 ]; }
 await 60 'the hosts do not come to slurmctld' idle
-trap 'exit 130' INT TERM # else this script, as process 1 of its namespace, would not hear them
+trap 'exit 130' INT TERM # otherwise this script, as process 1 of its namespace, would ignore them
 on n1 bash -c "$2" </dev/null &
 wait $!

@@ -1,4 +1,4 @@
-/* test_examples.c - the examples as programs: what they print, alone and on several ranks.
+/* test_examples.c - the examples as programs: their output, on one rank and on several.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN)
@@ -8,9 +8,9 @@
 
 enum { OUTPUT_NBYTES = 1 << 15 };
 
-static char output[OUTPUT_NBYTES]; /* of the last program, both streams */
+static char output[OUTPUT_NBYTES]; /* both streams of the last program */
 
-/* The example's path; skips where it is not built. */
+/* Returns the example's path; skips if it is not built. */
 static const char *example(const char *name) {
     static char path[400];
     const char *dir = getenv("FSDP_BUILD");
@@ -19,8 +19,8 @@ static const char *example(const char *name) {
     return path;
 }
 
-/* Runs it to its end: on `ranks` ranks by tools/fsdprun, or with 0 by itself, where no launcher is
-   to be seen. Its exit status has to be 0. */
+/* Runs an example, which must exit with 0: on `ranks` ranks by tools/fsdprun, or (0) by itself,
+   without a launcher's variables. */
 static void run(const char *name, int ranks) {
     static const char *const launcher[] = {"RANK",        "WORLD_SIZE",  "LOCAL_RANK",
                                            "MASTER_ADDR", "MASTER_PORT", "FSDP_JOB_ID",
@@ -39,7 +39,7 @@ static void run(const char *name, int ranks) {
     CHECK_EQ_INT(WEXITSTATUS(status), 0);
 }
 
-/* The rest of the line that begins with `head`; there is one such line. */
+/* Returns the rest of the line that begins with `head`; there must be one such line. */
 static const char *line(const char *head) {
     const char *found = NULL;
     for (const char *at = output; at && *at; at = strchr(at, '\n') ? strchr(at, '\n') + 1 : NULL) {
@@ -89,8 +89,8 @@ TEST(examples, mlp, SLOW) {
     line("the same, and learnt");
 }
 
-/* Bytes follow from the formula: a unit has 48*48 + 48 f32 parameters, of which plain FSDP gathers
-   three quarters from others and HSDP a half, twice a step. */
+/* Bytes follow from the formula: a unit has 48*48 + 48 f32 parameters, of which plain FSDP
+   gathers three quarters from others and HSDP a half, twice a step. */
 TEST(examples, hsdp) {
     static const char *const heads[2] = {"FSDP, 1 x 4  loss ", "HSDP, 2 x 2  loss "};
     double first[2], last[2];
@@ -132,14 +132,14 @@ TEST(examples, accumulate) {
                  {"and parameters stay gathered ", 3, 3}};
     for (int i = 0; i < 3; i++) {
         int bytes;
-        const int part = 24 * 24 * 4 / 4 * 3; /* of a layer, what three others bring */
+        const int part = 24 * 24 * 4 / 4 * 3; /* a layer's bytes from three other ranks */
         CHECK_EQ_INT(
             sscanf(line(rows[i].head), "%d %d %d %d", &gathers, &reduces, &bytes, &held[i]), 4);
         CHECK_EQ_INT(gathers, rows[i].gathers);
         CHECK_EQ_INT(reduces, rows[i].reduces);
         CHECK(bytes >= (gathers + reduces) * part && bytes < (gathers + reduces) * (part + 64));
     }
-    CHECK(held[0] < held[1] && held[1] < held[2]); /* each way has its price */
+    CHECK(held[0] < held[1] && held[1] < held[2]); /* each mode needs more slots */
     line("gradients 0.00372314 0.00372314 -0.0158234 ...: the same bits in the first three");
     line("of means  0.00423138 0.0151615 -0.0281009 ...: not the gradient of the mean over tokens");
 }
@@ -162,9 +162,9 @@ TEST_P(examples, lora, worlds, row->ranks > 3 ? MANY_RANKS : 0) {
     line("the base is unchanged");
 }
 
-/* 24 layers of 16*16 + 16 parameters in f32: 1,088 bytes each, 8 of them fill a bucket of 8 KiB.
-   What a rank reads: 2 (R-1)/R of each message. Beside buckets there is one that says which of the
-   48 parameters were used. */
+/* 24 layers of 16*16 + 16 parameters in f32: 1,088 bytes each, of which 8 fill a bucket of 8
+   KiB. A rank reads 2 (R-1)/R of each message. In addition to the buckets one message says which
+   of the 48 parameters were used. */
 TEST(examples, ddp) {
     static const char *const heads[2] = {"a unit for each layer ", "buckets "};
     const int layers = 24, message = 4 * (16 * 16 + 16) * 2 * 3 / 4;
@@ -196,8 +196,9 @@ TEST(examples, tp) {
     CHECK(apart <= 1e-5 && fabs(loss[0][0] - loss[1][0]) <= 1e-5 && loss[1][1] < loss[1][0] / 2);
 }
 
-/* A training that goes on from a checkpoint: its bits, with fewer ranks its losses. Three matrices
-   of 32*32 with two moments in f32, a step of 8 bytes each, and the place in the data. */
+/* A training that continues from a checkpoint has equal bits; with fewer ranks, equal losses.
+   Three matrices of 32*32 with two moments in f32, a step of 8 bytes each, and the position in
+   the data. */
 TEST(examples, checkpoint) {
     double first, last, apart;
     int bytes;
@@ -213,7 +214,7 @@ TEST(examples, checkpoint) {
     CHECK(apart <= 1e-5);
 }
 
-/* Four matrices for four ranks: rank 0 receives 3/4 of a quarter of 4*32*32 numbers, there and back. */
+/* Four matrices for four ranks: rank 0 receives 3/4 of a quarter of 4*32*32 numbers, twice. */
 TEST(examples, muon) {
     double first, last;
     run("10_muon", 0);
@@ -224,9 +225,10 @@ TEST(examples, muon) {
                  "6144 bytes in a step"));
 }
 
-/* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
-   two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
-   16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */
+/* Three layers, 12 visits, each of which gathers twice in an eager step. With Belady's rule
+   there are 14 gathers if two layers and no gradient fit, or one layer and a gradient; 3 if all
+   layers fit. A slot has 16*16 parameters in f32; a gradient slot also a flag of use and its
+   alignment. */
 TEST(examples, plan) {
     int gathers, bytes;
     run("07_plan", 0);

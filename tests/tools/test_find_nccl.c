@@ -1,19 +1,19 @@
-/* test_find_nccl.c - tools/find_nccl.sh beside toolkits and libraries that are made up here: a shell
-   script for nvcc, headers of a few lines, libraries of one function. Needs neither CUDA nor NCCL.
+/* test_find_nccl.c - tools/find_nccl.sh with made-up toolkits and libraries: a shell script for
+   nvcc, headers of a few lines, libraries of one function. Needs neither CUDA nor NCCL.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN) | SLOW
 #include "harness.h"
 
 enum { OUTPUT_NBYTES = 1 << 14 };
-static char output[OUTPUT_NBYTES]; /* of the script, both streams */
+static char output[OUTPUT_NBYTES]; /* both streams of the script */
 
 /* Functions for the `made` of a case, in the test's directory, which is $T.
    cuda DIR                       a toolkit
    nccl DIR HEADER LIBRARY FILE   an NCCL of these versions; FILE is the library's name
    cublas INCLUDE LIB FILE        a cuBLAS
    archs NUMBER...                of the toolkit in $T/cuda, which is 12.4
-   command NAME TEXT              an own command, before all others in PATH */
+   command NAME TEXT              a command of the test, before all others in PATH */
 static const char prelude[] =
     "set -e; cd \"$T\"; mkdir -p bin\n"
     "command() { printf '#!/bin/sh\\n%s\\n' \"$2\" >bin/$1; chmod +x bin/$1; }\n"
@@ -46,7 +46,7 @@ static const char prelude[] =
     "' esac\\n' \"$(printf 'compute_%s\\\\n' \"$@\")\" >cuda/bin/nvcc; }\n"
     "command python3 'exit 1'; command pkg-config 'exit 1'; cuda cuda\n";
 
-/* Runs bash with T set; its exit status. */
+/* Runs bash with T set. Returns its exit status. */
 static int shell(const char *format, ...) H_PRINTF(1, 2);
 static int shell(const char *format, ...) {
     char command[OUTPUT_NBYTES];
@@ -70,7 +70,7 @@ static void make(const char *made) {
     CHECK_MSG(shell("%s%s", prelude, made) == 0, "%s", output);
 }
 
-/* The script, with these variables of the environment. */
+/* Runs the script with these variables in the environment. */
 static int find(const char *variables, const char *options) {
     return shell("env -u CUDA_HOME -u CUDA_PATH -u NCCL_HOME -u NCCL_ROOT -u CONDA_PREFIX -u CC "
                  "-u PYTHON -u LD_LIBRARY_PATH -u LIBRARY_PATH -u CPATH "
@@ -78,7 +78,7 @@ static int find(const char *variables, const char *options) {
                  variables, options);
 }
 
-/* The output has this text; $T in it is the test's directory. */
+/* Checks that the output has this text, in which $T is the test's directory. */
 static void check_has(const char *word) {
     char text[1000];
     size_t n = 0;
@@ -143,7 +143,7 @@ static const struct {
      HOME "NCCL_HOME=\"$T/nccl\"",
      {"warning: this NCCL was made for CUDA 12.9, the toolkit is 13.0", "for CUDA 12.9",
       "NVCC = ", "no cuBLAS was found: the GPT in CUDA is left out"}},
-    {"cuBLAS_of_a_wheel", // and code for what the toolkit knows
+    {"cuBLAS_of_a_wheel", // and code for the architectures of the toolkit
      "nccl nccl 22809 22809 libnccl.so; cublas blas/include blas/lib libcublas.so.12\n"
      "command python3 'case $2 in *nvidia.cublas*) echo \"$T/blas\" ;; *) exit 1 ;; esac'\n"
      "archs 75 80 86 90",
@@ -152,7 +152,7 @@ static const struct {
       "CUBLAS_LIBS = -L$T/blas/lib -l:libcublas.so.12 -Wl,-rpath,$T/blas/lib\n",
       "NVCC_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 "
       "-gencode arch=compute_90,code=compute_90\n"}},
-    {"HPC_SDK", // nvcc is apart from its toolkit, and so is all else
+    {"HPC_SDK", // nvcc is apart from its toolkit, and so are the libraries
      "mkdir -p sdk/compilers/bin sdk/cuda; mv cuda sdk/cuda/13.0\n"
      "mv sdk/cuda/13.0/bin/nvcc sdk/compilers/bin; ln -s 13.0/include 13.0/lib64 sdk/cuda\n"
      "ln -s \"$T/sdk/compilers/bin/nvcc\" bin/nvcc\n"
@@ -236,7 +236,7 @@ TEST_P(find_nccl, refuses, refusals) {
     CHECK_MSG(strstr(output, "NVCC =") == NULL, "%s", output);
 }
 
-/* A newer patch level in the header is no matter; where nothing is named, all places are told. */
+/* A newer patch level in the header does not matter. */
 TEST(find_nccl, patch_level) {
     make("nccl nccl 22809 22803 libnccl.so");
     CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", ""), 0);
@@ -256,7 +256,7 @@ TEST(find_nccl, all_places_are_told) {
 
 /* ---- a GPU ----------------------------------------------------------------------------------- */
 
-/* gpu COUNT ERROR: what cudaGetDeviceCount gives in $T/cuda. */
+/* gpu COUNT ERROR: result of cudaGetDeviceCount in $T/cuda. */
 static const char gpu[] =
     "nccl nccl 22809 22809 libnccl.so\n"
     "gpu() {\n"
@@ -297,7 +297,7 @@ TEST_P(find_nccl, gpu, gpus) {
     CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", ""), 0); // a build needs none
 }
 
-/* Where there are GPUs, code is made for them alone, on all cores. */
+/* If there are GPUs, code is made for them only, on all cores. */
 TEST(find_nccl, code_for_the_gpus_that_are_here) {
     char made[4096];
     snprintf(made, sizeof made, "%sarchs 12 23 80; gpu 2 0\n", gpu);
@@ -310,9 +310,9 @@ TEST(find_nccl, code_for_the_gpus_that_are_here) {
     check_has("NVCC_ARCH ?= -gencode arch=compute_80,code=sm_80 ");
 }
 
-/* ---- its file -------------------------------------------------------------------------------- */
+/* ---- the output file ------------------------------------------------------------------------- */
 
-/* Written once, left alone when nothing has changed, not touched by a failure. */
+/* Written once, unchanged if nothing has changed, and unchanged by a failure. */
 TEST(find_nccl, file) {
     make("nccl nccl 22809 22809 libnccl.so");
     CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", "-o \"$T/out/nccl.mk\""), 0);
@@ -328,7 +328,7 @@ TEST(find_nccl, file) {
     CHECK_EQ_INT(find(HOME "NCCL_HOME=\"$T/nccl\"", "-o \"$T/out/nccl.mk\""), 0);
     CHECK_EQ_INT(shell("cat \"$T/out/nccl.mk\""), 0);
     check_has("NCCL 2.28.10");
-    /* make takes it as it is */
+    /* make reads it as it is */
     CHECK_EQ_INT(shell("printf 'include %%s/out/nccl.mk\\nall:;@echo $(NVCC)!$(NCCL_LIBS)\\n' "
                        "\"$T\" | make -s -f -"),
                  0);

@@ -1,9 +1,9 @@
-/* test_fsdpfit.c - tools/fsdpfit: what it says is what a job allocates, to the byte; published models
-   as headers; verdicts, options that make a model fit, meshes; hostile files and wrong use. The tool
-   under test is $FSDPFIT, or tools/fsdpfit.
+/* test_fsdpfit.c - tools/fsdpfit: its figures equal the memory of a job, to the byte; published
+   models as headers; results, options that make a model fit, meshes; hostile files and wrong use.
+   The tool under test is $FSDPFIT, or tools/fsdpfit.
 
    SPDX-License-Identifier: MIT */
-#define TAGS NO(ASAN) /* there a job has memory that it guards */
+#define TAGS NO(ASAN) /* there a job has guard memory in addition */
 #include "harness.h"
 #include "lab_muon.h"
 #include "sim.h"
@@ -12,18 +12,18 @@
 #include "fsdp_muon.h"
 #include <sys/resource.h> /* struct rusage */
 
-static char output[65536]; /* of the last command, both streams */
-static long resident_kib;  /* that it took at most */
+static char output[65536]; /* both streams of the last command */
+static long resident_kib;  /* its peak resident memory */
 
 static const char *path_of(const char *leaf) {
-    static char path[256][500]; /* they take turns */
+    static char path[256][500]; /* used in turn */
     static unsigned turn;
     char *out = path[turn++ % 256];
     snprintf(out, sizeof path[0], "%s/%s", h_tmpdir(), leaf);
     return out;
 }
 
-/* Runs fsdpfit with these words, that blanks separate; its exit status. */
+/* Runs fsdpfit with these words, separated by blanks. Returns its exit status. */
 static int fit(const char *format, ...) H_PRINTF(1, 2);
 static int fit(const char *format, ...) {
     static char words[8192];
@@ -67,7 +67,7 @@ static void fails(const char *part) {
     says(part);
 }
 
-/* The number at the begin of the line that ends with `name`; 0: there is none. */
+/* Returns the number at the beginning of the line that ends with `name`; 0: there is none. */
 static int64_t bytes_of(const char *name) {
     char line[160];
     snprintf(line, sizeof line, "  %s\n", name);
@@ -82,7 +82,7 @@ static void store(const char *leaf, const char *text) {
     CHECK(f && fputs(text, f) >= 0 && !fclose(f));
 }
 
-/* ---- what a job allocates -------------------------------------------------------------------- */
+/* ---- allocations of a job -------------------------------------------------------------------- */
 
 enum { MAX_UNITS = 12, MAX_PARAMS = 5 };
 
@@ -128,7 +128,7 @@ static net random_net(uint64_t *state) {
     return n;
 }
 
-/* As lines for the tool; those of the units backwards: it brings them into the order of names. */
+/* Writes the net as lines for the tool; units in reverse order, as the tool sorts them by name. */
 static void write_net(const net *n) {
     FILE *f = fopen(path_of("net"), "w");
     CHECK(f != NULL);
@@ -178,7 +178,7 @@ static void build_unit(built *b, fsdp_world *w, fsdp_dmesh *dm, const net *n, in
             p[count++] = lab_desc(n->ndim[v][i], n->shape[v][i], 0, n->store, 0);
         }
     if (!count) return;
-    const int is_open = u < n->root; /* what tensor parallelism does not cut is, too */
+    const int is_open = u < n->root; /* so are parameters that tensor parallelism replicates */
     d.unit.params = p, d.unit.num_params = count, d.tp = by;
     d.unit.reshard_after_forward = is_open ? FSDP_RESHARD_NEVER : FSDP_RESHARD_DEFAULT;
     b->is_open[b->count] = is_open && !n->never;
@@ -187,7 +187,7 @@ static void build_unit(built *b, fsdp_world *w, fsdp_dmesh *dm, const net *n, in
     else CALL(w, fsdp_fully_shard(b->m, &d.unit, &b->units[b->count++]));
 }
 
-/* The model of the net, after two steps of a trainer. */
+/* Builds the model of the net, and runs two steps of a trainer. */
 static void train_net(built *b, fsdp_world *w, const net *n) {
     static const char *const names[3] = {"dp_replicate", "dp_shard", "tp"};
     fsdp_model_desc md = FSDP_ZERO;
@@ -230,7 +230,7 @@ static void train_net(built *b, fsdp_world *w, const net *n) {
     }
 }
 
-/* Each pool of the model is what the tool says, and so is what the optimizers take. */
+/* Checks that each pool of the model, and the optimizers' memory, is as the tool says. */
 static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer, int64_t muon) {
     int64_t sum = optimizer + muon + bytes_of("world: collectives on host data");
     for (int p = 0; p < FSDP_POOL_COUNT; p++) {
@@ -302,7 +302,8 @@ static void on_ranks(lab_rank *r) {
     for (int i = 0; i < 3; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
 }
 
-/* Two states of f32, or of f64 for parameters in f64; a row of them takes multiples of 16. */
+/* Returns the bytes of two states in f32, or in f64 for parameters in f64; each row of them is a
+   multiple of 16 elements. */
 static int64_t states_of(const net *n, int64_t numel) {
     return rows_of(numel) * (n->store == FSDP_F64 ? 8 : 4) * 2;
 }
@@ -418,7 +419,7 @@ static void tensor(fsdp_dtype dtype, int ndim, int64_t rows, int64_t cols, const
     if (ndim > 1) e->shape[1] = cols;
 }
 
-/* The file has a header, and a hole for the data: nobody reads it. */
+/* Writes a file with a header, and a hole for the data, which are not read. */
 static void write_headers(const char *leaf) {
     fsdp_safetensors_entry *e = headers.at;
     const int n = headers.count;
@@ -495,15 +496,15 @@ TEST(fsdpfit, published_models) {
     llama_8b();
     CHECK_EQ_INT(fit("%s --ranks 8", path_of("8b.safetensors")), 0);
     says("291 parameters in 33 units; 0 tensors");
-    CHECK_EQ_INT(bytes_of("shards"), 4 * (int64_t)8030261248 / 8); /* likewise: all rows divide */
-    /* The root, and a layer, whose two vectors are gathered side by side and then copied. */
+    CHECK_EQ_INT(bytes_of("shards"), 4 * (int64_t)8030261248 / 8); /* published; all rows divide */
+    /* The root, and a layer, whose two vectors are gathered next to each other and then copied. */
     const int64_t root = 2 * 128256LL * 4096 + 4096;
     CHECK_EQ_INT(bytes_of("gathered parameters"), 4 * (root + (8030261248 - root) / 32 + 2 * 4096));
     CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --optimizer sgd", path_of("8b.safetensors")), 0);
     CHECK_EQ_INT(bytes_of("shards"), 2 * (int64_t)8030261248 / 8);
     CHECK_EQ_INT(bytes_of("sgd") + bytes_of("adamw"), 0);
     CHECK_EQ_INT(bytes_of("average of the weights"), 0);
-    /* Of 16-bit weights an f32, and room for their bits. */
+    /* For 16-bit weights an f32, and their 16 bits. */
     CHECK_EQ_INT(fit("%s --ranks 8 --store bf16 --ema", path_of("8b.safetensors")), 0);
     CHECK_EQ_INT(bytes_of("average of the weights"), 6 * (int64_t)8030261248 / 8);
     CHECK_EQ_INT(bytes_of("adamw"), 8 * (int64_t)8030261248 / 8);
@@ -534,7 +535,7 @@ TEST(fsdpfit, llama_70b_on_131072_ranks) {
     CHECK_MSG(resident_kib < 64 * 1024, "%ld KiB are resident", resident_kib);
 }
 
-/* ---- what is no parameter -------------------------------------------------------------------- */
+/* ---- tensors that are no parameters ---------------------------------------------------------- */
 
 static void two_layers(void) {
     tensor(FSDP_F32, 2, 64, 32, "embed.weight");
@@ -581,11 +582,11 @@ TEST(fsdpfit, buffers_are_named_and_left_out) {
     says(" layers.*.rotary_emb.inv_freq");
     says(" layers.*.attn.bias");
     two_layers();
-    tensor(FSDP_F32, 1, 64, 0, "layers.0.attn.bias"); /* none */
+    tensor(FSDP_F32, 1, 64, 0, "layers.0.attn.bias"); /* not a mask */
     CHECK(need_of("bias.safetensors") > need);
 }
 
-/* What is packed: its dtype and name, and those of its scales. */
+/* Packed tensors: name, name of their scales, dtype. */
 static const struct {
     const char *name, *packed, *scale;
     fsdp_dtype dtype;
@@ -619,16 +620,16 @@ TEST_P(fsdpfit, packed_weights_have_no_verdict, packed) {
     says("fsdpfit: [E1010] whether it fits is not known: 65792 bytes of integers or packed");
     CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB --search", path), 2);
     says("fsdpfit: [E1010]");
-    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1KiB", path), 1); /* a lower bound is too much */
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit 1KiB", path), 1); /* even the lower bound is too much */
     says("\ndoes not fit: ");
     CHECK(!strstr(output, "fits with"));
     two_layers();
-    tensor(FSDP_I32, 2, 10, 8, "table"); /* few integers: a verdict, and what they are */
+    tensor(FSDP_I32, 2, 10, 8, "table"); /* few integers: the result is known, and names them */
     write_headers("few.safetensors");
     CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("few.safetensors")), 0);
     says("left out: 1 tensors, 320 bytes: integers, and scales of packed weights: table\n");
     two_layers();
-    tensor((fsdp_dtype)FSDP_SAFETENSORS_OTHER, 2, 128, 64, "seen"); /* BOOL: no weights, however many */
+    tensor((fsdp_dtype)FSDP_SAFETENSORS_OTHER, 2, 128, 64, "seen"); /* BOOL: no weights */
     write_headers("bool.safetensors");
     CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("bool.safetensors")), 0);
     says("left out: 1 tensors, 8.00 KiB: ");
@@ -730,7 +731,7 @@ TEST(fsdpfit, names_without_layers_have_a_hint) {
     says("6 parameters in 6 units;");
 }
 
-/* ---- verdicts, and what would make it fit ---------------------------------------------------- */
+/* ---- results, and options that make it fit --------------------------------------------------- */
 
 TEST(fsdpfit, verdict_at_the_last_byte) {
     llama_8b();
@@ -757,7 +758,7 @@ TEST(fsdpfit, verdict_at_the_last_byte) {
     says("no single change that is tried makes it fit\n");
 }
 
-/* The words behind `before` in the output, up to the end of the line; "": it is not there. */
+/* Returns the rest of the line after `before` in the output; "" if it does not occur. */
 static const char *words_behind(const char *before) {
     static char words[200];
     const char *at = strstr(output, before);
@@ -812,9 +813,9 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
     CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - 1), 1);
     says("  sync on in all microbatches\n");
     CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - (2LL << 30)), 1);
-    int enough = ranks_in_place_of_16(output); /* with what they keep, too */
+    int enough = ranks_in_place_of_16(output); /* with their unreduced gradients */
     CHECK_EQ_INT(fit("%s --ranks %d --no-sync 3 --limit %lld", path, enough, kept - (2LL << 30)), 0);
-    /* So many ranks, and not one shard less. */
+    /* That number of ranks fits, and one shard less does not. */
     enough = ranks_in_place_of_16(all);
     CHECK(enough > 16 && enough % 2 == 0);
     CHECK_EQ_INT(fit("%s --ranks %d --mesh 2x%d --limit 24GiB", path, enough, enough / 2), 0);
@@ -822,7 +823,7 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
                  1);
 }
 
-/* "12.40 GiB" as a number of bytes, about. */
+/* Returns "12.40 GiB" as a number of bytes, rounded. */
 static double amount(const char *at) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
     char unit[8] = "";
@@ -833,7 +834,7 @@ static double amount(const char *at) {
     return -1;
 }
 
-/* Those that fit come first, by what is moved. */
+/* Options that fit come first, sorted by the bytes that they move. */
 TEST(fsdpfit, options_by_what_they_move) {
     llama_8b();
     CHECK_EQ_INT(fit("%s --ranks 360 --limit 21GiB --search", path_of("8b.safetensors")), 0);
@@ -867,7 +868,7 @@ TEST(fsdpfit, order_of_units) {
     }
 }
 
-/* ---- files that are not right, and wrong use -------------------------------------------------- */
+/* ---- invalid files, and wrong use ------------------------------------------------------------ */
 
 TEST(fsdpfit, hostile_files) {
     char bytes[3000];
@@ -914,7 +915,7 @@ TEST(fsdpfit, directories_and_indices) {
                      path_of("model-00002-of-00002.safetensors")),
                  0);
     says("2 parameters in 2 units;");
-    unlink(path_of("out")); /* a directory of others has nothing else */
+    unlink(path_of("out")); /* a directory must have no other file */
     store("model.safetensors.index.json", "{\"metadata\": {\"total_size\": 256}, \"weight_map\": "
                                           "{\"h.0.w\": \"model-00001-of-00002.safetensors\", "
                                           "\"h.1.w\": \"model-00002-of-00002.safetensors\"}}");

@@ -1,6 +1,6 @@
-/* test_fsdprun.c - the launcher: what ranks get on one host and on several, the store that it
-   serves, how failures, signals and wrong usage end, and that nothing is left behind. The program
-   under test is $FSDPRUN, or tools/fsdprun.
+/* test_fsdprun.c - the launcher: the environment of ranks on one host and on several, the store
+   that it serves, the end after failures, signals and wrong usage, and that no process is left. The
+   program under test is $FSDPRUN, or tools/fsdprun.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -9,13 +9,13 @@
 #ifndef FSDP_BACKEND_GLOO
 #define FSDP_NO_BACKEND
 #endif
-#pragma GCC diagnostic ignored "-Wunused-function" /* of the library only the store is used */
+#pragma GCC diagnostic ignored "-Wunused-function" /* only the library's store is used */
 #include "fsdp.h"
 #include "backends/fsdp_store.h"
 #include <grp.h>          /* setgroups */
 #include <sys/resource.h> /* setrlimit */
 
-static char output[16384]; /* of the last command, both streams */
+static char output[16384]; /* both streams of the last command */
 
 static const char *launcher(void) {
     const char *path = getenv("FSDPRUN");
@@ -24,13 +24,14 @@ static const char *launcher(void) {
     return path;
 }
 
-/* How the next ones are started: words in front (timeout 9), and what the child does before. */
+/* Settings of the next start: words before the command (timeout 9), and a function that the
+   child calls first. */
 static const char *const *in_front;
-static int appends; /* the output follows that of those before */
+static int appends; /* the output is appended to that of earlier starts */
 static void (*prepare)(void);
 
-/* One end of a pipe whose other end the launcher has, and hands on to all that it starts: as long
-   as one of them is there, it is open. */
+/* One end of a pipe whose other end the launcher and all its descendants have: the pipe stays
+   open while one of them lives. */
 static struct {
     pid_t pid;
     int fd;
@@ -49,7 +50,7 @@ static pid_t fork_holding(void) {
     return pid;
 }
 
-/* Is nothing left of what was started as this process? Waits for it. */
+/* Waits for the end of this process and of all its descendants. Returns 1 if they have ended. */
 static int is_gone(pid_t pid, int ms) {
     for (int k = 0; k < num_holders; k++) {
         struct pollfd p = {holders[k].fd, POLLIN, 0};
@@ -58,7 +59,7 @@ static int is_gone(pid_t pid, int ms) {
     return 0;
 }
 
-/* Starts fsdprun with the arguments up to NULL, its output in a file. */
+/* Starts fsdprun with the arguments up to NULL, and writes its output to a file. */
 static pid_t start_words(const char *word, va_list more) {
     char path[400];
     char *argv[32];
@@ -97,7 +98,7 @@ static void read_output(void) {
     if (f) fclose(f);
 }
 
-/* Its exit status; the output is read too. */
+/* Waits for fsdprun, reads the output, and returns the exit status. */
 static int finish(pid_t pid) {
     int status = 0;
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
@@ -123,21 +124,21 @@ static void read_until(const char *part, int times) {
     while (read_output(), count(part) < times) usleep(1000);
 }
 
-/* The number behind a word of the output. */
+/* Returns the number after a word of the output. */
 static pid_t number_behind(const char *word) {
     const char *at = strstr(output, word);
     CHECK_MSG(at != NULL, "\"%s\" does not say \"%s\"", output, word);
     return (pid_t)atoi(at + strlen(word));
 }
 
-/* What scripts wait for. */
+/* Creates the file for which scripts wait. */
 static void go(void) {
     char path[400];
     snprintf(path, sizeof path, "%s/go", h_tmpdir());
     close(open(path, O_CREAT | O_WRONLY, 0600));
 }
 
-/* X: it is gone. */
+/* X: there is no such process. */
 static char state_of(pid_t pid) {
     char path[64], state = 'X';
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
@@ -168,11 +169,11 @@ TEST(fsdprun, environment) {
     CHECK(strcmp(output, same)); /* another job, another id */
 }
 
-/* All that tells a rank who it is, and nothing that tells it otherwise. */
+/* The environment has all variables of a rank, and no contradicting ones. */
 TEST(fsdprun, environment_of_one_host) {
-    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* of a torchrun around it */
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* from a torchrun around it */
     setenv("TORCHELASTIC_RUN_ID", "none", 1);
-    setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0", 1); /* or of an mpirun */
+    setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0", 1); /* or from an mpirun */
     setenv("MPI_LOCALRANKID", "0", 1);
     setenv("SLURM_LOCALID", "5", 1);
     setenv("FSDP_STORE", "tcp://another:1", 1);
@@ -214,8 +215,7 @@ TEST_P(fsdprun, environment_of_several_hosts, masters) {
     }
 }
 
-/* What keeps others out: random on one host, the user's if there is one, and on several hosts only
-   the user's. */
+/* The token: random on one host unless the user sets one; on several hosts only the user's. */
 static const struct {
     const char *name, *given, *nodes;
     int random;
@@ -249,11 +249,12 @@ TEST(fsdprun, ranks_have_one_token) {
     CHECK_EQ_INT(RUN("-n3", "sh", "-c", "echo token:$FSDP_TOKEN"), 0);
     CHECK_EQ_INT(count("token:"), 3);
     char line[100];
-    snprintf(line, sizeof line, "%.71s", strstr(output, "token:")); /* with its end */
+    snprintf(line, sizeof line, "%.71s", strstr(output, "token:")); /* with the end of the line */
     CHECK_EQ_INT(count(line), 3);
 }
 
-/* That the launcher serves, and where: node 0 knows the port, others know where it may be. */
+/* FSDP_STORE_SERVED says that the launcher serves the store, and where: node 0 knows the port,
+   other nodes know the possible ones. */
 static const struct {
     const char *name, *nodes, *node, *served;
 } serving[] = {{"one_host", NULL, NULL, "served:host: fsdprun-"},
@@ -269,7 +270,7 @@ TEST_P(fsdprun, says_that_it_serves, serving) {
     says(row->served);
 }
 
-/* mpirun's and torchrun's ways to say how many. */
+/* The options of mpirun and of torchrun for the number of ranks. */
 static const struct {
     const char *name, *words[2];
 } numbers[] = {{"n", {"-n", "2"}},
@@ -290,7 +291,7 @@ TEST(fsdprun, a_name_for_the_job) {
     CHECK_EQ_STR(output, "id fsdprun-h:9-mine\n");
 }
 
-/* In a job of Slurm that is requeued, the store and the ranks have the new name. */
+/* In a requeued Slurm job the store and the ranks get the new name. */
 TEST(fsdprun, a_name_for_each_start) {
     setenv("SLURM_RESTART_COUNT", "2", 1);
     CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank", "1", "--master=h:9", "sh", "-c",
@@ -327,7 +328,7 @@ TEST(fsdprun, a_failure_ends_the_others_and_is_named) {
     CHECK(h_now_ms() - begin < 5000);
     says("rank 1 (process ");
     says("failed with exit status 5");
-    CHECK_EQ_INT(count("fsdprun:"), 1); /* those that were ended are not failures */
+    CHECK_EQ_INT(count("fsdprun:"), 1); /* ranks that the launcher ended are not failures */
 }
 
 TEST(fsdprun, a_killed_rank_is_named) {
@@ -337,7 +338,7 @@ TEST(fsdprun, a_killed_rank_is_named) {
     says("was killed by signal 9 (Killed), not by fsdprun");
 }
 
-/* What the others fail of may be a rank that just went away. */
+/* Other ranks may fail because of a rank that ended before. */
 TEST(fsdprun, who_ended_before_a_failure_is_named) {
     /* "left N" waits until the launcher has seen the end of rank N */
     static const char *const left =
@@ -358,7 +359,7 @@ TEST(fsdprun, who_ended_before_a_failure_is_named) {
     says("exit status 7; 2 ranks had ended before, with 0, rank 5 as the first\n");
 }
 
-/* A launcher that did not look for a while sees all ends at once. */
+/* A launcher that did not check for a while sees all ends at once, and names the killed rank. */
 TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
     char script[600];
     snprintf(script, sizeof script,
@@ -401,7 +402,7 @@ static int64_t read_number(const char *name) {
     return value;
 }
 
-/* A tenth of a second passes between a failure and the end of the others. */
+/* The launcher ends the other ranks a tenth of a second after a failure. */
 TEST(fsdprun, others_may_speak_before_they_are_ended) {
     char script[1200];
     snprintf(script, sizeof script,
@@ -423,7 +424,7 @@ TEST_P(fsdprun, signals_are_passed_on, forwarded) {
     char script[200];
     snprintf(script, sizeof script,
              "trap 'echo got it; exit 0' %s; echo ready; while :; do sleep 0.02; done", row->name);
-    signal(row->sig, SIG_DFL); /* a shell cannot trap what a background job was told to ignore */
+    signal(row->sig, SIG_DFL); /* a shell cannot trap a signal that its parent ignores */
     pid_t pid = start("-n", "2", "sh", "-c", script, (const char *)NULL);
     while (read_output(), count("ready") < 2) usleep(1000);
     kill(pid, row->sig);
@@ -436,10 +437,10 @@ TEST(fsdprun, status_after_a_signal_that_kills) {
     while (read_output(), count("ready") < 2) usleep(1000);
     kill(pid, SIGTERM);
     CHECK_EQ_INT(finish(pid), 128 + SIGTERM);
-    CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
+    CHECK_EQ_INT(count("fsdprun:"), 0); /* an expected end */
 }
 
-/* As under nohup: what the launcher was told to ignore it does not pass on, and it stays one. */
+/* As under nohup: a signal that the launcher ignores is not passed on, and stays ignored. */
 TEST(fsdprun, ignored_signals_stay_ignored) {
     signal(SIGHUP, SIG_IGN);
     pid_t pid = start("-n", "2", "sh", "-c", "echo ready; sleep 0.3; kill -HUP $$; exit 3",
@@ -447,12 +448,13 @@ TEST(fsdprun, ignored_signals_stay_ignored) {
     while (read_output(), count("ready") < 2) usleep(1000);
     kill(pid, SIGHUP);
     CHECK_EQ_INT(finish(pid), 3);
-    says("failed with exit status 3"); /* nobody has asked for this end */
+    says("failed with exit status 3"); /* without a signal from the user */
 }
 
-/* ---- nothing is left behind ------------------------------------------------------------------ */
+/* ---- no process is left ---------------------------------------------------------------------- */
 
-/* What a rank is, until "go" exists. All of them say "ready" when they are all there. */
+/* Kinds of ranks, which run until "go" exists. Each of their processes prints "ready" at its
+   start. */
 static const struct {
     const char *name, *script;
     int term; /* the status after TERM */
@@ -470,7 +472,7 @@ static const struct {
     {"stopped", "echo ready keeper=$PPID,; kill -STOP $$; true", 143},
 };
 
-/* Two ranks of that shape; the third one waits for "go" and fails. */
+/* Starts two ranks of that kind; the third rank waits for "go" and fails. */
 static pid_t start_shape(int shape, const char *grace) {
     char script[1000];
     snprintf(
@@ -487,7 +489,7 @@ static pid_t start_shape(int shape, const char *grace) {
 TEST_P(fsdprun, nothing_is_left_of_a_failure, shapes, strstr(row->script, "trap") ? SLOW : 0) {
     pid_t pid = start_shape((int)(row - shapes), "1");
     go();
-    CHECK_EQ_INT(finish(pid), 7); /* looks that all are gone */
+    CHECK_EQ_INT(finish(pid), 7); /* checks that all are gone */
     says("rank 2 (process ");
     says("failed with exit status 7");
     CHECK_EQ_INT(count("has not ended within 1 s of TERM"),
@@ -517,7 +519,7 @@ TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes,
     says("which looks after the ranks, was killed by signal 9");
 }
 
-/* What ranks leave behind when all is well ends too, and is no failure. */
+/* Processes that ranks leave after a success are ended, too, and are no failure. */
 TEST(fsdprun, nothing_is_left_of_a_good_end) {
     CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "setsid sh -c 'exec sleep 1000' & (sleep 1000 &)"), 0);
     CHECK_EQ_STR(output, "");
@@ -539,7 +541,7 @@ TEST(fsdprun, all_ignore_term, SLOW) {
     CHECK_EQ_INT(count("fsdprun:"), 1);
 }
 
-/* Who asks for the end by TERM gives ranks the time to save. */
+/* After TERM, ranks have more time to save than after a failure. */
 TEST(fsdprun, term_gives_more_time_than_a_failure, SLOW) {
     pid_t pid = start("-n", "2", "sh", "-c",
                       "trap 'sleep 2.5; echo saved; exit 0' TERM; echo ready;"
@@ -551,7 +553,7 @@ TEST(fsdprun, term_gives_more_time_than_a_failure, SLOW) {
     CHECK_EQ_INT(count("saved"), 2);
 }
 
-/* Wrappers that go on with another command do not come to it. */
+/* A wrapper that would run another command is ended before it does. */
 TEST(fsdprun, a_wrapper_ends_before_what_it_waits_for) {
     pid_t pid = start("-n", "2", "sh", "-c", "sh -c 'echo ready; exec sleep 1000'; echo next",
                       (const char *)NULL);
@@ -574,7 +576,8 @@ TEST(fsdprun, user_signals_are_for_ranks) {
     CHECK_EQ_INT(count("status 0"), 2);
 }
 
-/* Who ends all that are called fsdprun has not ended the one that cleans up. */
+/* The process that cleans up has another name: ending all processes named fsdprun does not end
+   it. */
 TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
     pid_t pid = start("-n", "1", "sh", "-c",
                       "cat /proc/$PPID/comm; tr '\\0' ' ' </proc/$PPID/cmdline; echo .; "
@@ -587,7 +590,7 @@ TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
     says(expected);
 }
 
-/* What its shell had started before is not the job's. */
+/* Processes that its shell had started before are not the job's. */
 TEST(fsdprun, a_stranger_is_left_alone) {
     static const char *const words[] = {"sh", "-c",
                                         "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
@@ -650,7 +653,7 @@ TEST_P(fsdprun, wrong_usage, wrong) {
     CHECK_EQ_INT(strncmp(output, "fsdprun: ", 9), 0);
 }
 
-/* With restarts there has to be room for their count. */
+/* With restarts the name must leave room for their count. */
 static const struct {
     const char *name, *restarts;
     int most;
@@ -668,12 +671,12 @@ TEST_P(fsdprun, names_that_are_too_long, names) {
     }
 }
 
-/* ---- a job that comes back ------------------------------------------------------------------- */
+/* ---- a job that is started again ------------------------------------------------------------- */
 
-/* What each start says. */
+/* The line that each start prints. */
 #define STARTED "test $RANK = 0 && echo start=$FSDP_RESTART_COUNT id=$FSDP_JOB_ID.;"
 
-/* Each start of a job has another name: what is left of one does not meet the next. */
+/* Each start of a job has another name, so that remains of one do not meet the next one. */
 static void check_starts(int starts) {
     char part[32], id[200], other[200];
     for (int k = 0; k < starts; k++) {
@@ -692,7 +695,7 @@ static void check_starts(int starts) {
 static const struct {
     const char *name, *restarts, *script;
     int starts, status;
-    const char *first; /* what E561 says, NULL: nothing */
+    const char *first; /* text of E561; NULL: none */
 } comebacks[] = {{"never", "0", STARTED "exit 3", 1, 3, NULL},
                  {"fails_each_time", "2",
                   STARTED "test $RANK = 0 || exec sleep 1000; exit $((FSDP_RESTART_COUNT + 3))", 3,
@@ -714,7 +717,7 @@ TEST_P(fsdprun, comes_back, comebacks) {
     says(text);
     snprintf(text, sizeof text, "The first failure: %s", row->first);
     says(text);
-    snprintf(text, sizeof text, "status %d\n", row->status); /* of the first, said once more */
+    snprintf(text, sizeof text, "status %d\n", row->status); /* the first failure's, logged twice */
     if (row->status == 3) CHECK_EQ_INT(count(text), 2);
 }
 
@@ -723,7 +726,7 @@ TEST(fsdprun, who_cannot_be_started_does_not_come_back) {
     CHECK_EQ_INT(count("fsdprun:"), 1);
 }
 
-/* All of a start has ended before the next one begins. */
+/* All processes of a start have ended before the next one begins. */
 TEST(fsdprun, comes_back_to_an_empty_house) {
     char script[600];
     snprintf(script, sizeof script,
@@ -737,7 +740,7 @@ TEST(fsdprun, comes_back_to_an_empty_house) {
     CHECK_EQ_INT(count("it is there"), 0);
 }
 
-/* Who is ended by the user, or killed itself, does not come back. */
+/* A job that the user ends, or whose launcher or keeper is killed, is not started again. */
 static const struct {
     const char *name;
     int sig, of_keeper, status;
@@ -760,22 +763,22 @@ TEST_P(fsdprun, does_not_come_back, for_good) {
     check_starts(2);
 }
 
-/* ---- odd surroundings ------------------------------------------------------------------------ */
+/* ---- unusual environments -------------------------------------------------------------------- */
 
-static int closed; /* a bit for each of the descriptors 0 to 2 */
+static int closed; /* bits of the closed descriptors 0 to 2 */
 static void close_some(void) {
     for (int fd = 0; fd < 3; fd++)
         if (closed >> fd & 1) close(fd);
 }
 
-/* Whatever lacks a descriptor, the reason is told. */
+/* Whichever descriptor is missing, the output has the reason. */
 static rlim_t most_files;
 static void limit_files(void) {
     struct rlimit limit = {most_files, most_files};
     (void)setrlimit(RLIMIT_NOFILE, &limit);
 }
 TEST(fsdprun, too_few_descriptors) {
-    prepare = limit_files, most_files = 6; /* the first numbers fail earlier */
+    prepare = limit_files, most_files = 6; /* smaller numbers fail earlier */
     do {
         CHECK(RUN("-n", "2", "true") != 0);
         most_files++;
@@ -814,7 +817,7 @@ TEST_P(fsdprun, closed_descriptors, descriptors) {
 
 static void ignore_children(void) { signal(SIGCHLD, SIG_IGN); }
 
-/* As many as are allowed but a few. */
+/* Opens all allowed descriptors except a few. */
 static void open_many(void) {
     struct rlimit limit = {4096, 4096};
     CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &limit), 0);
@@ -865,8 +868,8 @@ TEST_P(fsdprun, a_timeout_leaves_nothing, timeouts) {
     CHECK(is_gone(pid, 20000));
 }
 
-/* A user that nobody is, who may have a few processes; only root can become one, and has no such
-   limit. */
+/* An unused user id with a limit of few processes. Only root can switch to it, and root has no
+   such limit. */
 enum { NOBODY = 61234, FEW_PROCESSES = 9 };
 static void limit_processes(void) {
     struct rlimit limit = {FEW_PROCESSES, FEW_PROCESSES};
@@ -900,7 +903,7 @@ TEST(fsdprun, no_fork_at_all) {
     says("cannot fork the keeper of the ranks");
 }
 
-static char group[200]; /* of memory, made for a test; "": none */
+static char group[200]; /* memory control group of the test; "": none */
 static int write_group(const char *name, const char *text) {
     char path[300];
     snprintf(path, sizeof path, "%s/%s", group, name);
@@ -909,7 +912,7 @@ static int write_group(const char *name, const char *text) {
     if (fd >= 0) close(fd);
     return ok;
 }
-/* Version 1 or 2 of cgroups. Returns 1: there is one of 32 MiB. */
+/* Makes a control group of version 1 or 2 with 32 MiB. Returns 0 if that fails. */
 static int make_group(void) {
     static const char *const roots[] = {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"};
     static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
@@ -963,8 +966,8 @@ TEST(fsdprun, a_reader_that_went_away_is_no_reason_to_end) {
 
 /* ---- a terminal ------------------------------------------------------------------------------ */
 
-/* A session on a terminal of its own, whose leader does what a shell does with one job. It does what
-   it is told (a letter), and tells how the job changes (a status). */
+/* A session with its own terminal, whose leader acts as a shell with one job: it obeys orders
+   (letters), and reports changes of the job (statuses). */
 static int keyboard, orders[2], changes[2];
 static pid_t shell;
 
@@ -982,7 +985,7 @@ static void be_shell(const char *slave, const char *script, int is_launcher) {
     signal(SIGTTOU, SIG_IGN);
     setsid();
     close(keyboard);
-    int tty = open(slave, O_RDWR); /* becomes that of the session */
+    int tty = open(slave, O_RDWR); /* becomes the session's terminal */
     if (is_launcher) be_launcher(tty, script);
     pid_t job = fork();
     if (job == 0) {
@@ -1020,7 +1023,7 @@ static void type_keys(const char *keys) {
     CHECK_EQ_INT(write(keyboard, keys, strlen(keys)), strlen(keys));
 }
 
-/* Reads on until the terminal has shown the text so often. */
+/* Reads until the terminal has shown the text `times` times. */
 static void shows(const char *part, int times) {
     static size_t length;
     while (count(part) < times) {
@@ -1038,7 +1041,7 @@ static int next_change(void) {
     return status;
 }
 
-/* The other rank does not fork: a shell that is in vfork() does not stop, its child does. */
+/* The other rank does not fork: a shell in vfork() does not stop, but its child does. */
 static const char reads[] = "test $RANK = 1 && { echo other=$$,; exec sleep 1000; };"
                             "echo reader=$$,; while read x; do echo got-$x; done";
 
@@ -1057,7 +1060,7 @@ TEST(fsdprun, a_terminal_rules_it, SLOW) {
     shows("got-two", 1);
     type_keys("\x1a");
     CHECK(WIFSTOPPED(next_change()));
-    CHECK_EQ_INT(write(orders[1], "b", 1), 1); /* bg: who reads is stopped */
+    CHECK_EQ_INT(write(orders[1], "b", 1), 1); /* bg: a reader is stopped */
     int status = next_change();
     CHECK(WIFSTOPPED(status) && WSTOPSIG(status) == SIGTTIN);
     CHECK_EQ_INT(write(orders[1], "f", 1), 1);
@@ -1069,7 +1072,7 @@ TEST(fsdprun, a_terminal_rules_it, SLOW) {
     CHECK_EQ_INT(WEXITSTATUS(status), 128 + SIGINT);
     CHECK_EQ_INT(write(orders[1], "x", 1), 1);
     CHECK(is_gone(shell, 20000));
-    CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
+    CHECK_EQ_INT(count("fsdprun:"), 0); /* an expected end */
 }
 
 TEST(fsdprun, a_terminal_that_is_closed_ends_it, SLOW) {
@@ -1079,7 +1082,8 @@ TEST(fsdprun, a_terminal_that_is_closed_ends_it, SLOW) {
     CHECK(is_gone(shell, 20000));
 }
 
-/* As a terminal emulator starts a command: the kernel tells nobody else of the end. */
+/* As with a terminal emulator that starts a command: the kernel notifies only the session's
+   leader. */
 TEST(fsdprun, a_closed_terminal_ends_the_leader_of_its_session, SLOW) {
     int status;
     start_session(reads, 1);
@@ -1106,7 +1110,7 @@ TEST_P(fsdprun, keys_reach_other_sessions, keys) {
     CHECK(is_gone(shell, 20000));
 }
 
-/* The terminal has signalled those in the group. */
+/* The terminal signals the processes in the group directly. */
 TEST(fsdprun, a_key_is_one_signal) {
     start_shell("n=0; trap 'n=$((n+1)); echo got=$n,' INT; trap 'echo end=$n,; exit 0' QUIT;"
                 "echo ready,; while :; do sleep 0.02; done");
@@ -1130,11 +1134,11 @@ TEST(fsdprun, help) {
     says("128 + N when signal N killed it");
 }
 
-/* ---- the store that node 0 serves ------------------------------------------------------------- */
+/* ---- the store that node 0 serves ------------------------------------------------------------ */
 
 enum { JOB_SIZE = 2 };
 typedef struct {
-    char job[64], address[64]; /* what the launcher tells its ranks */
+    char job[64], address[64]; /* the launcher's values for its ranks */
     pid_t launcher;
     fsdpi_store *stores[JOB_SIZE];
 } served;
@@ -1155,7 +1159,8 @@ static fsdpi_store *join(int rank, int size, const served *s) {
     return store;
 }
 
-/* Node 0 of two, whose rank waits for the file "go"; this process joins as both ranks of the job. */
+/* Starts node 0 of two, whose rank waits for the file "go". This process joins as both ranks of
+   the job. */
 static void start_node_0(served *s, int port) {
     char master[64], script[600], out[400];
     snprintf(s->job, sizeof s->job, "fsdprun-127.0.0.1:%d", port);
@@ -1166,7 +1171,7 @@ static void start_node_0(served *s, int port) {
              "while ! test -e %s/go; do sleep 0.02; done",
              h_tmpdir());
     snprintf(out, sizeof out, "%s/out", h_tmpdir());
-    unlink(out); /* of a launcher before it */
+    unlink(out); /* from an earlier launcher */
     s->launcher = start("-n", "1", "--nnodes", "2", "--node-rank", "0", "--master", master, "sh",
                         "-c", script, (const char *)NULL);
     while (read_output(), !count("ready")) usleep(1000);
@@ -1192,7 +1197,7 @@ static void close_all(served *s) {
     for (int r = 0; r < JOB_SIZE; r++) fsdpi_store_close(s->stores[r]);
 }
 
-/* When the ranks of node 0 have ended well, those of other nodes go on without a store. */
+/* After the ranks of node 0 have ended well, those of other nodes continue without a store. */
 TEST(fsdprun, node_0_serves_until_its_ranks_end) {
     served s;
     fsdpi_failure verdict;
@@ -1203,7 +1208,7 @@ TEST(fsdprun, node_0_serves_until_its_ranks_end) {
     close_all(&s);
 }
 
-/* It is stopped when ranks look for its store: none of them serves one in its place. */
+/* The launcher is stopped while ranks look for its store: none of them serves one instead. */
 static void join_stopped(int rank, int size, void *arg) {
     served *s = (served *)arg;
     if (rank < JOB_SIZE) {
@@ -1213,7 +1218,7 @@ static void join_stopped(int rank, int size, void *arg) {
     }
     (void)size;
     h_await_marks(0, JOB_SIZE);
-    usleep(1300000); /* longer than a rank waits for a stranger */
+    usleep(1300000); /* longer than a rank waits for an untrusted peer */
     CHECK_EQ_INT(kill(s->launcher, SIGCONT), 0);
 }
 TEST(fsdprun, a_stopped_launcher_is_waited_for, SLOW) {
@@ -1231,7 +1236,7 @@ TEST(fsdprun, a_stopped_launcher_is_waited_for, SLOW) {
     close_all(&s);
 }
 
-/* Two jobs that differ in nothing but their secret, at one HOST and PORT: each has its own store. */
+/* Two jobs that differ only in their secret, at one HOST and PORT: each has its own store. */
 TEST(fsdprun, two_jobs_on_one_port) {
     served s[2];
     const int port = h_free_port();
@@ -1298,14 +1303,14 @@ TEST(fsdprun, a_port_that_is_taken) {
     const int found = atoi(strstr(output, expected) + strlen(expected));
     CHECK(found > port && found <= port + 16);
     snprintf(expected, sizeof expected, "at tcp://127.0.0.1:%d served tcp://127.0.0.1:%d %s.\n",
-             found, found, s.job); /* its own ranks need not look for it */
+             found, found, s.job); /* its ranks get the address */
     says(expected);
-    h_ranks_thread(JOB_SIZE, join_rank, &s); /* others find it as they know where it may be */
+    h_ranks_thread(JOB_SIZE, join_rank, &s); /* other ranks find it among the possible ports */
     end_node_0(&s);
     close_all(&s);
 }
 
-/* An address that node 0 does not have: it says so, with those that it has, before it waits. */
+/* If --master is no address of node 0, it logs that and its addresses before it waits. */
 static const struct {
     const char *name, *master;
     int is_own;
@@ -1335,7 +1340,7 @@ TEST_P(fsdprun, a_master_that_is_elsewhere, places) {
     snprintf(address, sizeof address, strchr(row->master, ':') ? "[%s]:%d" : "%s:%d", row->master,
              h_free_port());
     snprintf(text, sizeof text, "fsdprun: [E564] --master %s is no address of this host", row->master);
-    /* nobody else comes, which is told later */
+    /* no other node comes, which a later error says */
     CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=0", "--master", address, "--max-restarts=1",
                      "true"),
                  1);
@@ -1343,14 +1348,14 @@ TEST_P(fsdprun, a_master_that_is_elsewhere, places) {
     CHECK_EQ_INT(strncmp(output, text, strlen(text)) == 0, !row->is_own);
     CHECK_EQ_INT(count("[E564]"), !row->is_own);
     if (!row->is_own) check_addresses();
-    /* without restarts, and where the network forwards that address, the job goes on */
+    /* without restarts the job runs nevertheless: the network may forward that address */
     CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", address, "true"), 0);
     CHECK_EQ_INT(count("[E564]"), !row->is_own);
     CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=1", "--master", address, "true"), 0);
-    CHECK_EQ_INT(count("[E564]"), 0); /* of another node it is not expected */
+    CHECK_EQ_INT(count("[E564]"), 0); /* not expected from another node */
 }
 
-/* ---- a job of two nodes that comes back ------------------------------------------------------- */
+/* ---- a job of two nodes that is started again ------------------------------------------------ */
 
 static int nodes_port;
 
@@ -1363,7 +1368,8 @@ static pid_t start_node(int node, const char *program, const char *script) {
                  program, "-c", script, (const char *)NULL);
 }
 
-/* A rank says which start it is of, and who it is. It ends when "go" exists. */
+/* Returns a script for ranks: prints the start, the rank and the job's id, and ends when "go"
+   exists. */
 static const char *until_go(void) {
     static char script[600];
     snprintf(script, sizeof script,
@@ -1374,7 +1380,7 @@ static const char *until_go(void) {
     return script;
 }
 
-/* Both nodes, whose ranks have said so. */
+/* Starts both nodes, and waits until their ranks have printed their lines. */
 static void start_nodes(pid_t *nodes, const char *timeout_ms) {
     nodes_port = h_free_port();
     setenv("FSDP_TOKEN", "mine", 1);
@@ -1383,7 +1389,7 @@ static void start_nodes(pid_t *nodes, const char *timeout_ms) {
     read_until("start=0", 4);
 }
 
-/* All ranks of all nodes have been started again, once, under a new name. */
+/* Checks that all ranks of all nodes have been started again, once, with a new name. */
 static void end_second_start(const pid_t *nodes) {
     char id[64];
     read_until("start=1", 4);
@@ -1413,7 +1419,7 @@ TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
     says(text);
 }
 
-/* The same command as before is all that a node needs. */
+/* A lost node needs only the same command again. */
 static const struct {
     const char *name;
     int node, of_keeper;
@@ -1450,7 +1456,7 @@ TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
     CHECK_EQ_INT(count("start=1"), 0);
 }
 
-/* A node that comes back learns from the others what the first failure was, and fails, too. */
+/* A node that comes back learns the first failure from the others, and fails, too. */
 TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
     pid_t nodes[2];
     char text[100];
@@ -1460,7 +1466,7 @@ TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
     for (int start = 1; start <= 2; start++) {
         snprintf(text, sizeof text, "start=%d", start);
         read_until(text, 4);
-        snprintf(text, sizeof text, "rank%d.%d=", 2 * !row->node, start); /* of the other node */
+        snprintf(text, sizeof text, "rank%d.%d=", 2 * !row->node, start); /* the other node */
         CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
     }
     for (int k = 0; k < 2; k++) CHECK(finish(nodes[k]) != 0);
@@ -1469,8 +1475,8 @@ TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
     CHECK_EQ_INT(count("[E561] the job has failed after 2 restarts"), 2);
 }
 
-/* A node that knows the count is lost before ranks begin: all others know it by then, and none of
-   them has begun. This process is node 1, twice. */
+/* A node with a new restart count is lost before ranks start: all other nodes know the count by
+   then, and none has started ranks. This process is node 1, twice. */
 TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
     served s;
     char value[64];
@@ -1502,8 +1508,8 @@ TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
     CHECK_EQ_INT(count("start="), 2);
 }
 
-/* The fsdprun of a node is stopped, and the ranks of the other one have ended: it is not waited for
-   without an end. When it goes on, the job comes back. */
+/* The fsdprun of one node is stopped, and the other node's ranks have ended: after a timeout a
+   log line names the stopped node. When it continues, the job is started again. */
 static const struct {
     const char *name;
     int node;
@@ -1533,7 +1539,7 @@ TEST(fsdprun, a_timeout_that_is_no_number) {
     says("[E509] variable FSDP_TIMEOUT_MS is '1h', expected an integer from 1 to ");
 }
 
-/* Who has ended well starts again, too, when another node fails later. */
+/* A node that has ended well starts again if another node fails later. */
 TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
     pid_t nodes[2];
     setenv("DIR", h_tmpdir(), 1);
@@ -1568,7 +1574,7 @@ TEST(fsdprun, nodes_fail_each_time) {
     CHECK_EQ_INT(count("exit status 3\n"), 4);
 }
 
-/* To start again is of no use: the other node does not wait for this one. */
+/* A restart would not help: the other node does not wait for this one. */
 TEST(fsdprun, a_node_that_cannot_start_ends_all) {
     pid_t nodes[2];
     nodes_port = h_free_port();
@@ -1595,7 +1601,7 @@ TEST_P(fsdprun, who_ends_a_node_ends_all, ended_nodes) {
     CHECK_EQ_INT(count("started again"), 0);
 }
 
-/* Node 1 is not there yet. */
+/* Node 1 has not arrived. */
 static const struct {
     const char *name;
     int sig;

@@ -1,7 +1,7 @@
-/* test_fsdptrace.c - flight records and `fsdptrace hang`: jobs in which one rank is killed, stopped,
-   late, or makes another call, at random places, on each backend. From the files alone the tool
-   names the rank, its last call and the operation that the others wait in; while the job lives, and
-   after all of it was killed. The program under test is $FSDPTRACE, or tools/fsdptrace.
+/* test_fsdptrace.c - flight records and `fsdptrace hang`: jobs in which one rank is killed,
+   stopped, late, or makes another call, at random places, on each backend. From the files only, the
+   tool names the rank, its last call and the operation in which the others wait, while the job
+   lives and after all of it was killed. The program under test is $FSDPTRACE, or tools/fsdptrace.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | SLOW | SECONDS(300)
@@ -13,14 +13,14 @@
 enum { RANKS = 4, UNITS = 3, CALLS = 4 * UNITS, STEPS = 6 };
 enum { LATE, KILLED, STOPPED, OTHER_CALL, OTHER_COUNT, QUITS, NO_FAULT };
 
-/* What the ranks of a job tell the test. */
+/* The state that the ranks of a job share with the test. */
 typedef struct {
     int fault, rank, step, call; /* the fault comes before this call of this rank */
-    int faulty;                  /* 1: it has come */
-    pid_t pid;                   /* of this rank */
-    int goes;                    /* 1: it may shut down */
-    char last[64];               /* the call before it */
-    char next[64];               /* the first operation of a group from there on */
+    int faulty;                  /* 1: the fault has happened */
+    pid_t pid;                   /* this rank's */
+    int goes;                    /* 1: the rank may shut down */
+    char last[64];               /* the call before the fault */
+    char next[64];               /* the first operation of a group after it */
 } plan_of_job;
 
 static plan_of_job *board;
@@ -35,8 +35,8 @@ static const char *tool(void) {
 /* ---- the job --------------------------------------------------------------------------------- */
 
 static struct {
-    int call;                       /* of this step, so far */
-    char ops[CALLS + 1][64];        /* the first operation of a group that each call issued */
+    int call;                /* number of calls so far in this step */
+    char ops[CALLS + 1][64]; /* first operation of a group that each call issued */
     char names[CALLS + 1][64];
 } own;
 
@@ -73,7 +73,8 @@ static int fault(fsdp_world *w) {
     return 0;
 }
 
-/* Before a call of a unit; 1: this rank ends. If counts are to differ, the others sum, too. */
+/* Called before a call of a unit; 1: this rank ends. For a fault in counts the other ranks sum,
+   too. */
 static int before(fsdp_model *m, int step, const char *what, int unit) {
     int is_place = board->fault != NO_FAULT && step == board->step && own.call == board->call;
     fsdp_world *w = fsdp_model_world(m);
@@ -92,7 +93,7 @@ static int rank_main(fsdp_world *w, void *arg) {
     fsdp_unit *u[UNITS];
     fsdp_extension e = FSDP_ZERO;
     (void)arg;
-    (void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* nothing is left if the test fails */
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* no process is left if the test fails */
     e.op = on_op;
     if (fsdp_model_create(w, NULL, &m)) return 1;
     for (int i = 0; i < UNITS; i++) {
@@ -129,7 +130,7 @@ static int rank_main(fsdp_world *w, void *arg) {
 
 static char output[16384];
 
-/* What `fsdptrace hang` prints about the directory; its exit status. */
+/* Runs `fsdptrace hang` on the directory. Returns its exit status, and its text in `output`. */
 static int hang(const char *dir, const char *options) {
     char command[1200];
     snprintf(command, sizeof command, "%s hang %s %s 2>&1", tool(), dir, options);
@@ -144,7 +145,7 @@ static int hang(const char *dir, const char *options) {
 
 static int says(const char *text) { return strstr(output, text) != NULL; }
 
-/* The line that begins so; "" if there is none. */
+/* Returns the line that begins with a text; "" if there is none. */
 static const char *line(const char *begin) {
     static char text[2048];
     const char *at = output;
@@ -176,7 +177,7 @@ static pid_t start(const char *dir) {
     _exit(fsdp_spawn(&d, rank_main, NULL) != FSDP_OK);
 }
 
-/* Has the tool found the fault? The line of a rank that has not come, and what the others wait in. */
+/* Returns 1 if the tool has found the fault: the missing rank's line, and the others' operation. */
 static int found(int fault) {
     char begin[64], text[160];
     const char *differs = "";
@@ -184,10 +185,10 @@ static int found(int fault) {
     if (fault == OTHER_CALL || fault == OTHER_COUNT) {
         differs = line("first difference in group ");
         snprintf(text, sizeof text, "rank %d: all_reduce of '%s'", board->rank, call);
-        if (strstr(differs, text)) /* one number of an operation: the model's, or the world's */
+        if (strstr(differs, text)) /* the ops with this number are the model's and the world's */
             return strstr(differs, " of the world)") &&
                    strstr(differs, fault == OTHER_CALL ? board->next : "1 elements of f64");
-        /* A reduction has a communicator of its own: so each side waits for the other. */
+        /* A reduction has its own communicator: so each side waits for the other. */
         if (fault == OTHER_COUNT || !says("The ranks make different calls")) return 0;
         snprintf(text, sizeof text, "rank %d waits in all_reduce of '%s'", board->rank, call);
         if (!says(text)) return 0;
@@ -202,7 +203,7 @@ static int found(int fault) {
     return strstr(line(begin), text) != NULL;
 }
 
-/* Starts a job, and waits until a random rank is before a random call, where it does what it shall. */
+/* Starts a job, and waits until a random rank reaches a random call, at which the fault happens. */
 static pid_t begin_job(uint64_t *random, int kind, char *dir, size_t cap) {
     snprintf(dir, cap, "%s/record", h_tmpdir());
     h_remove_tree(dir);
@@ -216,7 +217,7 @@ static pid_t begin_job(uint64_t *random, int kind, char *dir, size_t cap) {
     return pid;
 }
 
-/* Ends what is left of a job, and asks once more, from the files alone. */
+/* Kills the remains of a job, and runs the tool again, with the files only. */
 static int end_job(pid_t pid, const char *dir) {
     int status, rc;
     (void)kill(-pid, SIGKILL);
@@ -230,7 +231,7 @@ static void one_job(uint64_t *random, int kind) {
     char dir[400];
     pid_t pid = begin_job(random, kind, dir, sizeof dir);
     int rc = -1, is_late = kind == KILLED || kind == STOPPED || kind == QUITS;
-    do { /* until the others are there; then the rank ends: before, they might fail in earlier calls */
+    do { /* until the others have come; then the rank ends: earlier, an earlier call might fail */
         CHECK_MSG(h_now_ms() < h_deadline_ms, "fault %d of rank %d before call %d of step %d: "
                   "expected %s; last %s: %s", kind, board->rank, board->call, board->step,
                   board->next, board->last, output);
@@ -267,7 +268,7 @@ TEST_P(fsdptrace, hang, kinds) {
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-/* Files of a job whose rank 2 is late, after all was killed. */
+/* Makes the files of a job whose rank 2 is late, after all of it was killed. */
 static void make_files(char *dir, size_t cap) {
     uint64_t random = 5;
     snprintf(dir, cap, "%s/record", h_tmpdir());
@@ -297,8 +298,8 @@ static void read_record(const char *dir, int rank, fsdpi_flight_record *r) {
     CHECK_EQ_INT(fclose(f), 0);
 }
 
-/* A rank that waits with others is killed there, and they fail: it is named while one rank lives, and
-   when none does. */
+/* A rank is killed while it waits with others, and they fail: it is named while one rank lives,
+   and when none does. */
 TEST(fsdptrace, killed_in_an_operation, NO(GLOO | NCCL)) {
     static fsdpi_flight_record r;
     char dir[400], begin[64];
@@ -342,7 +343,7 @@ TEST(fsdptrace, killed_in_an_operation, NO(GLOO | NCCL)) {
     }
 }
 
-/* A file may be cut at any byte: what is left is read, and what is no record is named. */
+/* A file may be truncated at any byte: the rest is read, and an invalid record is named. */
 TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
     char dir[400], path[600], name[64];
     const long whole = (long)sizeof(fsdpi_flight_record);
@@ -359,7 +360,7 @@ TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
     }
 }
 
-/* A header with a size that no world has is no record. */
+/* A header with an impossible size is no record. */
 TEST(fsdptrace, no_size, NO(GLOO | NCCL)) {
     static fsdpi_flight_record r;
     char dir[400], path[600];
@@ -422,7 +423,7 @@ TEST(fsdptrace, one_that_waits_elsewhere, NO(GLOO | NCCL)) {
     CHECK_MSG(says("The others wait for these ranks: look at what they do.\n"), "%s", output);
 }
 
-/* A record that was shut down on another host leaves nothing unknown; of two failures the earlier one
+/* A record that was shut down on another host has a known end; of two failures the earlier one
    is the first. */
 TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
     static fsdpi_flight_record r;
@@ -438,7 +439,7 @@ TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
         for (int k = 0; k < 2; k++) {
             read_record(dir, k, &r);
             r.state = FSDPI_FLIGHT_FAILED, r.status = FSDP_ERR_TIMEOUT;
-            r.ended_ns = at + (k == first ? 1000 : 1000000); /* of one clock */
+            r.ended_ns = at + (k == first ? 1000 : 1000000); /* on one clock */
             write_record(dir, k, &r);
         }
         CHECK_EQ_INT(hang(dir, ""), 1);
@@ -447,7 +448,7 @@ TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
     }
 }
 
-/* The id tells which files are of one run, whatever the clocks of hosts say. */
+/* The id identifies the files of one run, whatever the hosts' clocks are. */
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
     static fsdpi_flight_record all[RANKS], r;
@@ -459,12 +460,12 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     for (int other = 0; other < RANKS; other++)
         for (size_t s = 0; s < sizeof shifts_s / sizeof *shifts_s; s++) {
             r = all[other];
-            r.real_ns += shifts_s[s] * 1000000000; /* of this run: it counts */
+            r.real_ns += shifts_s[s] * 1000000000; /* this run: it counts */
             write_record(dir, other, &r);
             CHECK_EQ_INT(hang(dir, ""), 1);
             CHECK_MSG(!says("no record of rank") && !says("left out"), "%s", output);
             CHECK_MSG(says("rank 2: its last call was "), "%s", output);
-            r.id++; /* of another one */
+            r.id++; /* another run */
             write_record(dir, other, &r);
             CHECK_EQ_INT(hang(dir, ""), 1);
             snprintf(text, sizeof text, "no record of rank %d\n", other);
@@ -473,7 +474,8 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
             CHECK_MSG(says(text), "%s", output);
             write_record(dir, other, &all[other]);
         }
-    /* ranks that have not noted the id yet; but for the sum it is a later run */
+    /* Ranks that have not noted the id yet belong to the run; with another sum of ids it is a
+       later run. */
     for (int num = 1; num < RANKS; num++) {
         for (int k = 0; k < RANKS; k++) r = all[k], r.id = k < num ? 0 : r.id, write_record(dir, k, &r);
         (void)hang(dir, "");
@@ -485,7 +487,7 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
                                             "no record of rank 3"};
         CHECK_MSG(says(lacks[num]), "%s", output);
     }
-    /* a later run of fewer ranks, which is whole */
+    /* a later run of fewer ranks, which is complete */
     for (int k = 0; k < RANKS; k++) {
         r = all[k];
         if (k < 2) r.id = 77, r.size = 2, r.real_ns -= 1000000000;
@@ -497,7 +499,7 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
 
 /* ---- clocks and namespaces ------------------------------------------------------------------- */
 
-/* Writes what ranks have recorded by now to another directory, where it can be changed. */
+/* Copies the ranks' present records to another directory, where they can be changed. */
 static void copy_records(const char *dir, char *to, size_t cap, fsdpi_flight_record *all) {
     char path[600], copy[600];
     snprintf(to, cap, "%s/copy", h_tmpdir());
@@ -513,7 +515,8 @@ static void copy_records(const char *dir, char *to, size_t cap, fsdpi_flight_rec
     }
 }
 
-/* As if the rank ran on another host, or in another time namespace, whose clocks are others. */
+/* Changes a record as if the rank ran on another host, or in another time namespace, with other
+   clocks. */
 static void shift_clocks(fsdpi_flight_record *r, uint64_t clock, int64_t mono_ns, int64_t real_ns) {
     r->clock = clock, r->real_ns += real_ns;
     r->mono_ns += mono_ns, r->opened_ns += mono_ns, r->call_ns += mono_ns;
@@ -529,14 +532,14 @@ static int64_t draw_shift(uint64_t *random, int64_t most_s) {
     return (int64_t)(h_rand64(random) % range) - most_s * 1000000000;
 }
 
-/* The number after a text; -1: it is not there. */
+/* Returns the number after a text; -1: the text does not occur. */
 static double number_after(const char *text) {
     const char *at = strstr(output, text);
     return at ? strtod(at + strlen(text), NULL) : -1;
 }
 
-/* Ranks of several hosts, whose clocks differ by days: the same ranks wait in the same operations, for
-   the same time but for what a collective takes. */
+/* Ranks of several hosts, whose clocks differ by days: the tool finds the same waiting ranks,
+   operations and times, except for the duration of a collective. */
 TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
     static fsdpi_flight_record all[RANKS], r;
     char dir[400], to[400], was[4096], copied[4096];
@@ -546,7 +549,7 @@ TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
     const double waited = number_after(" for "), called = number_after("', ");
     for (int n = 0; n < 40; n++) {
         copy_records(dir, to, sizeof to, all);
-        for (int k = 0; k < RANKS; k++) { /* two hosts at least; here the clock of one may be known */
+        for (int k = 0; k < RANKS; k++) { /* at least two hosts; one may have this clock */
             r = all[k];
             const int host = n % 2 ? k : k / 2;
             if (host || n % 4 < 2) {
@@ -574,8 +577,9 @@ TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
     }
 }
 
-/* While a job lives: ranks in another PID namespace are not called ended, and waits go on until now; so
-   they do if all ranks are in a time namespace. Ranks elsewhere alone are no failure. */
+/* While a job lives, ranks in another PID namespace do not count as ended, and their waits last
+   until now; also if all ranks are in a time namespace. Ranks on other hosts only are no
+   failure. */
 TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
     static fsdpi_flight_record all[RANKS], r;
     char dir[400], to[400];
@@ -623,7 +627,7 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
     CHECK_MSG(says("The others wait"), "%s", output);
 }
 
-/* Processes of one time namespace have one clock, others another one. */
+/* Processes of one time namespace have one clock; others have another one. */
 TEST(fsdptrace, time_namespace, NO(GLOO | NCCL)) {
     fflush(NULL);
     pid_t pid = fork();
@@ -647,7 +651,7 @@ TEST(fsdptrace, time_namespace, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(WEXITSTATUS(status), 0);
 }
 
-/* A file of another version, or one that is damaged, is named; the others are read. */
+/* A file of another version, or a damaged one, is named; the others are read. */
 TEST(fsdptrace, another_version, NO(GLOO | NCCL)) {
     static fsdpi_flight_record r;
     char dir[400];
@@ -660,7 +664,7 @@ TEST(fsdptrace, another_version, NO(GLOO | NCCL)) {
     CHECK_MSG(says(".3.flight:\n    it is damaged, or of another version of fsdp.h"), "%s", output);
 }
 
-/* Garbage anywhere in a file moves no memory of the tool, and hides no other rank. */
+/* Garbage anywhere in a file corrupts no memory of the tool, and hides no other rank. */
 TEST(fsdptrace, garbage, NO(GLOO | NCCL) | SLOW) {
     char dir[400], path[600];
     uint64_t random = h_seed();
@@ -702,7 +706,7 @@ TEST(fsdptrace, usage, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(system(command), 0);
 }
 
-/* A world without a directory to write to goes on, and says so once. */
+/* A world without a writable directory runs, and logs that once. */
 static char logged[2048];
 static void on_log(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)user;
@@ -742,7 +746,7 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(hang(dir, "--job tcp://host:1/a"), 0);
     CHECK_MSG(!says("other jobs"), "%s", output);
     CHECK_EQ_INT(hang(dir, "--job other"), 2);
-    fsdp_world_desc d = FSDP_ZERO; /* a second job: the first one is told */
+    fsdp_world_desc d = FSDP_ZERO; /* a second job: the tool names the first one, too */
     fsdp_world *w;
     d.world_size = 1, d.flight_record = dir, d.job = "second";
     CHECK_OK(fsdp_init(&d, &w));
@@ -753,7 +757,7 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     CHECK_MSG(says("job 'tcp://host:1/a' over") && says("--job 'second'"), "%s", output);
     CHECK_EQ_INT(hang(dir, "--json"), 0);
     CHECK_MSG(says("\"other_job\": \"tcp://host:1/a\""), "%s", output);
-    d.job = "third"; /* of the others the one that began last */
+    d.job = "third"; /* names the other one that started last */
     CHECK_OK(fsdp_init(&d, &w));
     CHECK_OK(fsdp_shutdown(w));
     static const char *const latest[][2] = {{"third", "second"}, {"second", "third"},
@@ -767,7 +771,7 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     }
 }
 
-/* Steps, with what they spent in collectives; names and groups; an end by fsdp_shutdown. */
+/* Steps with their time in collectives; names and groups; an end by fsdp_shutdown. */
 static int steps_of(fsdp_world *w, void *arg) {
     board->fault = NO_FAULT;
     return rank_main(w, arg);
@@ -815,7 +819,7 @@ TEST(fsdptrace, contents, NO(NCCL)) {
     CHECK_MSG(says("No rank waits."), "%s", output);
 }
 
-/* A job that does not begin, since a rank never comes. */
+/* A job that does not start, because a rank never comes. */
 TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
     char dir[400];
     snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
@@ -868,7 +872,7 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(c[2].first, 5);
     CHECK_EQ_INT(c[2].stride, 1);
     CHECK(c[0].members != c[1].members);
-    /* entries: of which group, and the how manieth of it */
+    /* entries: their group, and their number in it */
     op.kind = FSDP_OP_ALL_GATHER, op.what = "u", op.comm = (fsdp_comm *)(void *)&here[1];
     const fsdpi_flight_op *o = fsdpi_flight_begin(w, &op);
     CHECK_EQ_INT(o->comm, &c[1] - f->comm);
@@ -880,7 +884,7 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->turn, 0);
     op.comm = (fsdp_comm *)(void *)place;
     CHECK_EQ_INT(fsdpi_flight_begin(w, &op)->comm, 0);
-    /* an entry that is used again begins anew */
+    /* an entry that is used again is reset */
     fsdpi_flight_op *again = fsdpi_flight_begin(w, &op);
     again->fingerprint = 5, again->on_stream = 1;
     fsdpi_flight_end(w, again);
@@ -888,13 +892,14 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK(fsdpi_flight_begin(w, &op) == again);
     CHECK(again->fingerprint == 0 && !again->on_stream && again->end_ns == 0);
     CHECK_EQ_INT(again->number, f->begun);
-    /* the names of the library's groups have room between ranks, too */
+    /* the names of the library's groups fit the signatures that ranks exchange, too */
     const fsdpi_signature *wire = NULL;
     CHECK(sizeof wire->comm > strlen("reductions of lanes"));
     char group[sizeof wire->comm];
     fsdpi_copy_name(group, sizeof group, "a_mesh_dim_with_a_name_that_is_long");
     CHECK_EQ_STR(group, "a_mesh_dim_wit...e_that_is_long");
-    /* names: of each operation and call its own, at one address or not; a long one keeps its ends */
+    /* names: each operation and call has its own, at one address or not; a long one keeps its
+       ends */
     op.what = place;
     const fsdpi_flight_op *one_op = fsdpi_flight_begin(w, &op);
     snprintf(place, sizeof place, "second");

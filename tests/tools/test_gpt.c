@@ -1,5 +1,5 @@
-/* test_gpt.c - the trainer as a program: examples/gpt/train_gpt, or the one named by GPT_BIN.
-   The same numbers on any number of ranks, clear refusals, and a quick end when a rank dies.
+/* test_gpt.c - the trainer as a program: examples/gpt/train_gpt, or the one named by GPT_BIN. Equal
+   numbers on any number of ranks, clear refusals, and a quick end when a rank dies.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN) | SLOW
@@ -11,13 +11,13 @@
 
 enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, ROWS_MAX = 64 };
 
-static char out_text[OUTPUT_NBYTES], err_text[OUTPUT_NBYTES]; // of the last run
+static char out_text[OUTPUT_NBYTES], err_text[OUTPUT_NBYTES]; // the last run's
 
 static const char *binary(void) {
     const char *path = getenv("GPT_BIN");
     if (!path || !path[0]) path = "examples/gpt/train_gpt";
     if (access(path, X_OK) != 0) SKIP("no examples/gpt/train_gpt: make examples builds it");
-    unsetenv("RANK"); // the program must see no launcher but those that a test plays
+    unsetenv("RANK"); // the program must see only the launcher of the test
     unsetenv("WORLD_SIZE");
     return path;
 }
@@ -34,7 +34,7 @@ static const char *in_tmpdir(char *path, const char *name) {
     return path;
 }
 
-/* Words in a random order, so that there is something to learn. */
+/* Writes a file of words in a random order, so that there is something to learn. */
 static const char *write_text(char *path, size_t nbytes) {
     static const char *const words[] = {"shard ", "gather ", "reduce ", "scatter ", "the ", "a\n"};
     uint64_t state = 5;
@@ -51,8 +51,8 @@ static const char *write_text(char *path, size_t nbytes) {
     return path;
 }
 
-/* Starts a shell command that becomes the program; its output goes to the files out and err, with
-   `tag` behind their names. */
+/* Starts a shell command that becomes the program; its output goes to the files out and err,
+   whose names end with `tag`. */
 static pid_t start_tagged(const char *prefix, const char *args, const char *tag) {
     char command[4096];
     snprintf(command, sizeof command, "exec %s %s %s >%s/out%s 2>%s/err%s </dev/null", prefix,
@@ -70,7 +70,7 @@ static pid_t start_tagged(const char *prefix, const char *args, const char *tag)
 
 static pid_t start(const char *prefix, const char *args) { return start_tagged(prefix, args, ""); }
 
-/* Exit status of a started program; its output is in out_text and err_text. */
+/* Waits for a started program. Returns its exit status, and its output in out_text and err_text. */
 static int finish_tagged(pid_t pid, const char *tag) {
     char path[512], name[64];
     int status;
@@ -188,7 +188,7 @@ TEST_P(gpt, parity_of_lines, line_worlds) {
     CHECK(fabs(all.loss[49] - one.loss[49]) > 1e-3); /* other targets */
 }
 
-/* Muon computes each matrix whole: also where checkpoints give it other dims. */
+/* Muon needs whole matrices, also if checkpoints give them other dims. */
 static const struct {
     const char *name, *options;
     int saves;
@@ -216,7 +216,7 @@ TEST(gpt, parity_under_launcher) {
     check_same(&one, &many);
 }
 
-/* Two processes that nothing but the environment makes ranks of one job. */
+/* Starts two processes that only the environment makes ranks of one job. */
 static void start_pair(const char *args0, const char *args1, pid_t *pids) {
     const int port = h_free_port();
     CHECK(port > 0);
@@ -241,7 +241,7 @@ TEST(gpt, parity_by_environment) {
     for (int r = 0; r < 2; r++) {
         CHECK_EQ_INT(finish_tagged(pids[r], r ? "1" : "0"), 0);
         CHECK_EQ_STR(err_text, "");
-        if (r == 1) CHECK_EQ_STR(out_text, ""); // rank 0 speaks
+        if (r == 1) CHECK_EQ_STR(out_text, ""); // only rank 0 prints
     }
     read_csv(csv, &two);
     check_same(&one, &two);
@@ -263,7 +263,8 @@ static const char *after(const char *label) {
     return at + strlen(label);
 }
 
-/* Norms have all digits: every bit of every gradient of every step is in them. */
+/* Checks losses and norms for equality. Norms have all digits: they depend on every bit of every
+   gradient. */
 static void check_bits(const curve *a, const curve *b) {
     for (int i = 0; i < a->count; i++) { // <= and >=: equal, for compilers that warn of ==
         CHECK(a->loss[i] <= b->loss[i] && a->loss[i] >= b->loss[i]);
@@ -272,7 +273,8 @@ static void check_bits(const curve *a, const curve *b) {
     }
 }
 
-/* Blocks that tensor parallelism cuts evenly have plans; uneven ones say why not. */
+/* Blocks that tensor parallelism shards evenly have plans; for uneven ones the output has the
+   reason. */
 TEST(gpt, plan_of_tensor_parallelism) {
     curve calls, planned;
     int gathers[2];
@@ -280,7 +282,7 @@ TEST(gpt, plan_of_tensor_parallelism) {
     train("", "--ranks 4 --tp 2 --plan", &planned);
     check_bits(&calls, &planned);
     CHECK_EQ_INT(sscanf(after("\nplan: gathers "), "%d -> %d", &gathers[0], &gathers[1]), 2);
-    CHECK_EQ_INT(gathers[0], 6); /* two blocks twice, the vocabulary, and what is whole */
+    CHECK_EQ_INT(gathers[0], 6); /* two blocks twice, the vocabulary, the replicated parameters */
     CHECK(gathers[1] < gathers[0]);
     after("\nplan: 48 of 50 steps were replayed\n");
     char text[512], csv[512], args[2048];
@@ -316,8 +318,9 @@ TEST_P(gpt, plan_same_bits, plans) {
     CHECK_EQ_INT(sscanf(at, "%d -> %d, reductions %d -> %d, slots", &gathers[0], &gathers[1],
                         &reductions[0], &reductions[1]),
                  4);
-    // Two blocks, and what is open around them. The model is so small that all of it stays; what
-    // stays by calls, too, is gathered as it was. Reductions are joined in any case.
+    // Two blocks, and the unit around them. The model is so small that all of it stays gathered;
+    // parameters that stay gathered in the eager step, too, are gathered as before. Reductions are
+    // bucketed in any case.
     CHECK_EQ_INT(gathers[0], row->ranks == 1 ? 0 : row->reshard ? 5 : 3);
     CHECK_EQ_INT(reductions[0], row->ranks == 1 ? 0 : 3);
     CHECK(gathers[1] <= gathers[0] && bytes[1] <= bytes[0]);
@@ -331,7 +334,7 @@ TEST_P(gpt, plan_same_bits, plans) {
     CHECK(strstr(text, end) && strstr(text, "\nend "));
 }
 
-/* What only shows when the ranks have met: one line in all, and both exit with 2. */
+/* Errors that only show when the ranks have met: one line in all, and both exit with 2. */
 static const struct {
     const char *name, *options[2], *words;
 } meetings[] = {
@@ -355,7 +358,8 @@ TEST_P(gpt, refuses_after_meeting, meetings) {
     }
 }
 
-/* How high a column of the drawing is, in eighths of a row; its rows are behind ┤ or │. */
+/* Returns the height of a column of the drawing, in eighths of a row; its rows follow a line
+   character. */
 static int drawn_height(int column, int rows) {
     const char *at = after("loss, nats per byte; a column is the mean of 1 steps\n");
     int height = 0;
@@ -380,7 +384,8 @@ static void extremes(const curve *c, double *lo, double *hi) {
     }
 }
 
-/* A column is a step here: between an eighth of a row for the lowest and ten rows for the highest. */
+/* Checks the drawing, in which a column is a step: the lowest has an eighth of a row, the
+   highest ten rows. */
 static void check_drawing(const curve *c) {
     double lo, hi;
     char label[16];
@@ -393,7 +398,7 @@ static void check_drawing(const curve *c) {
     after(label);
 }
 
-/* Of ten losses at each side; at both ends of as many as the shorter side has. */
+/* Returns the mean of the losses around i: ten at each side, fewer near the ends. */
 static double centred_mean(const curve *c, int i) {
     int side = i < c->count - 1 - i ? i : c->count - 1 - i;
     double sum = 0.0;
@@ -402,7 +407,8 @@ static double centred_mean(const curve *c, int i) {
     return sum / (2 * side + 1);
 }
 
-/* Two lines of as many points, from left to right, on one scale: the losses, and means around them. */
+/* Checks two lines with a point for each step, from left to right, on one scale: the losses, and
+   means around them. */
 static void check_svg(const curve *c, const char *path) {
     static char svg[OUTPUT_NBYTES];
     double x, y, lo, hi;
@@ -452,8 +458,8 @@ TEST(gpt, no_place_for_the_picture) {
     after("loss, nats per byte; a column is the mean of 1 steps\n");
 }
 
-/* Without descriptors 0 to 2 it trains as with them: none of the library's files lies there, and what
-   is printed goes nowhere. */
+/* Without descriptors 0 to 2 it trains as with them: no file of the library has these numbers,
+   and output is lost. */
 TEST(gpt, closed_descriptors) {
     curve with, without;
     train("", "--ranks 2", &with);
@@ -465,7 +471,7 @@ TEST(gpt, closed_descriptors) {
     }
 }
 
-/* Both losses at the end are those of one rank, rounding apart, and the training is as without. */
+/* Returns both losses at the end, and checks that the training is the same as without averages. */
 static void ema_losses(const char *options, double *loss, curve *c) {
     train("", options, c);
     const char *line = strstr(out_text, "\nema    decay 0.8: loss ");
@@ -491,7 +497,7 @@ TEST(gpt, ema) {
     }
 }
 
-/* Runs differ by seed and repeat by seed; the text generated at the end too. */
+/* Runs differ by seed and repeat by seed, including the text generated at the end. */
 TEST(gpt, seed) {
     curve a, b, c;
     char first[OUTPUT_NBYTES];
@@ -508,7 +514,8 @@ TEST(gpt, seed) {
     CHECK(fabs(a.loss[0] - c.loss[0]) > 1e-4);
 }
 
-/* The two tables: memory as predicted, bytes as the formula says, a share of the whole model. */
+/* Checks the two tables: memory as predicted, bytes as in the formula, a rank's share of the
+   model. */
 static const struct {
     const char *name, *options;
     int ranks;
@@ -635,7 +642,7 @@ TEST(gpt, help) {
 
 /* ---- death of a rank ------------------------------------------------------------------------- */
 
-/* Process ids of the children, in the order of their start. */
+/* Sets the process ids of the children, in the order of their start. Returns their number. */
 static int children(pid_t parent, pid_t *pids, int max) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)parent, (int)parent);
@@ -680,7 +687,7 @@ TEST_P(gpt, killed_rank, victims) {
     CHECK(took < 2000);
     snprintf(name, sizeof name, "rank %d", row->victim);
     CHECK_MSG(strstr(err_text, name) != NULL, "expected '%s' in: %s", name, err_text);
-    for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // nobody is left
+    for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // no rank is left
 }
 
 /* ---- --trace --------------------------------------------------------------------------------- */
@@ -693,14 +700,14 @@ static const trace_row traces[] = {{"inline", "", "--ranks 2"},
                                    {"plan", "", "--ranks 2 --plan"},
                                    {"short", "", "--ranks 1 --steps 5"}};
 
-/* The number behind a text of the output. */
+/* Returns the number after a text of the output. */
 static double behind(const char *text) {
     const char *at = strstr(out_text, text);
     CHECK_MSG(at != NULL, "expected '%s' in: %s", text, out_text);
     return at ? strtod(at + strlen(text), NULL) : 0;
 }
 
-/* A training ends with the screen that says where its time went. */
+/* A training ends with the summary of its time. */
 TEST_P(gpt, trace, traces) {
     char text[512], args[2048], dir[512];
     snprintf(
@@ -713,7 +720,7 @@ TEST_P(gpt, trace, traces) {
     const double step = behind("\n\nstep "), compute = behind("\n  compute "),
                  exposed = behind("\n  exposed "), host = behind("\n  host ");
     CHECK(compute > 0 && host > 0 && exposed >= 0);
-    CHECK_NEAR(compute + exposed + host, step, 0.02); /* as far as digits are printed */
+    CHECK_NEAR(compute + exposed + host, step, 0.02); /* within the printed digits */
     after("\nmemory");
     const int is_inline = strcmp(row->name, "lanes") != 0;
     CHECK_EQ_INT(strstr(out_text, "inline: nothing is hidden") != NULL, is_inline);
@@ -721,8 +728,9 @@ TEST_P(gpt, trace, traces) {
 
 /* ---- checkpoints ----------------------------------------------------------------------------- */
 
-/* A training of 50 steps that saves behind each 20 of them and at its end into the directory `dir`
-   of the test; `options` may say otherwise. Its csv is `dir`.csv, which a resumed run goes on with. */
+/* Sets the arguments of a training of 50 steps that saves after every 20 steps and at its end,
+   into the directory `dir` of the test; `options` may override them. Its csv is `dir`.csv, which
+   a resumed run continues. */
 static void saved_args(char *args, size_t size, const char *dir, const char *options) {
     char text[512], csv[512], run_dir[512], name[64], more[1024];
     snprintf(name, sizeof name, "%s.csv", dir);
@@ -745,7 +753,8 @@ static void shell(const char *in_tmpdir_do) {
     CHECK_EQ_INT(system(command), 0);
 }
 
-/* Manifests have the checksums of all bytes: parameters, states, and how far the training is. */
+/* Manifests have the checksums of all bytes: parameters, states, and the progress of the
+   training. */
 static void check_same_checkpoint(const char *a, const char *b) {
     static char text[2][OUTPUT_NBYTES];
     char path[512];
@@ -757,11 +766,11 @@ static void check_same_checkpoint(const char *a, const char *b) {
 
 typedef struct same_row {
     const char *name, *options, *async;
-    int ranks; // with tables of memory and traffic; else 0
+    int ranks; // for tables of memory and traffic; 0: no tables
 } same_row;
 static const same_row same[] = {
     {"ranks=3", "--ranks 3", "", 3},
-    {"ranks=3,tp=3", "--ranks 3 --tp 3", "", 0}, // 2 heads: one has none
+    {"ranks=3,tp=3", "--ranks 3 --tp 3", "", 0}, // 2 heads: one rank has none
     {"ranks=4,tp=2,async", "--ranks 4 --tp 2", "--async", 0},
     {"ranks=2,plan", "--ranks 2 --plan", "", 0},
     {"ranks=2,ema", "--ranks 2 --ema 0.9", "", 0}};
@@ -770,8 +779,8 @@ static const same_row more_same[] = {{"ranks=1", "--ranks 1", "", 1},
                                      {"ranks=4,tp=2", "--ranks 4 --tp 2", "", 0},
                                      {"ranks=2,async", "--ranks 2", "--async", 2}};
 
-/* 30 steps and a new process with 20 more are 50: every bit of every gradient, and of all that is
-   saved at the end. The warm-up does not depend on --steps. */
+/* 30 steps and 20 more in a new process equal 50: every bit of every gradient, and of the last
+   checkpoint. The warm-up does not depend on --steps. */
 static void resumes(const same_row *row) {
     curve whole, part, plain;
     char options[256];
@@ -780,7 +789,7 @@ static void resumes(const same_row *row) {
     saved("whole", options, &whole);
     CHECK_EQ_INT(whole.count, 50);
     if (row->ranks) check_tables(row->ranks, 1);
-    check_same(&plain, &whole); // q, k and v have other shapes, which another sum of a norm shows
+    check_same(&plain, &whole); // q, k and v have other shapes: a norm's sum has another order
     after("/whole/step-00000020: ");
     after("/whole/step-00000040: ");
     after("/whole/step-00000050: ");
@@ -806,7 +815,7 @@ static const char *const meshes[] = {"--ranks 1",        "--ranks 2",        "--
                                      "--ranks 4 --tp 2", "--ranks 4 --tp 4"};
 enum { MESHES = sizeof meshes / sizeof *meshes };
 
-/* What is in the directory "from", behind 30 steps, goes on as `to`. */
+/* Resumes the checkpoint after 30 steps in the directory "from" as `to`. */
 static void check_resumes(const curve *whole, const char *to) {
     curve both;
     char options[256];
@@ -850,7 +859,7 @@ TEST(long_gpt, resume_pairs, SECONDS(1800) | NIGHT) {
     }
 }
 
-/* A checkpoint that the job does not fit, and none at all. */
+/* Checkpoints that do not fit the job, and none at all. */
 TEST(resume, of_others) {
     curve c;
     char args[3072];
@@ -871,11 +880,11 @@ TEST(resume, of_others) {
         CHECK_MSG(strstr(err_text, others[i].words) != NULL, "no '%s'", others[i].words);
         CHECK(strstr(out_text, "step ") == NULL);
     }
-    saved("run", "--ranks 2 --steps 10 --resume", &c); // nothing is left to do, and all is there
+    saved("run", "--ranks 2 --steps 10 --resume", &c); // no step is left; nothing is missing
     CHECK_EQ_INT(c.count, 10);
 }
 
-/* Who starts the ranks again says so in a variable: --save goes on then, too. */
+/* Launchers that restart ranks set a count in a variable: then --save resumes, too. */
 static const struct {
     const char *name, *value;
     int resumes;
@@ -890,19 +899,19 @@ TEST(resume, who_is_started_again) {
     saved_args(args, sizeof args, "run", options);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         setenv(counts[i].name, counts[i].value, 1);
-        CHECK_EQ_INT(run(args), !counts[i].resumes); // a training from the start cannot save there
+        CHECK_EQ_INT(run(args), !counts[i].resumes); // a new training cannot save there
         CHECK_MSG((strstr(out_text, "resume ") != NULL) == counts[i].resumes, "%s=%s",
                   counts[i].name, counts[i].value);
         unsetenv(counts[i].name);
     }
-    setenv("FSDP_RESTART_COUNT", "0", 1); // an fsdprun in a job that Slurm has queued again
+    setenv("FSDP_RESTART_COUNT", "0", 1); // an fsdprun in a job that Slurm has requeued
     setenv("SLURM_RESTART_COUNT", "1", 1);
     CHECK_EQ_INT(run(args), 0);
     after("resume ");
 }
 
-/* A save that fails ends no training; but if nothing is there at its end, the program tells. A
-   directory that cannot be made is told of before the training. */
+/* A failed save ends no training; but if no checkpoint exists at its end, the program fails. A
+   directory that cannot be made is an error before the training. */
 TEST(resume, unwritable) {
     char text[512], args[3072];
     for (int missing = 0; missing < 2; missing++) {
@@ -923,7 +932,8 @@ TEST(resume, unwritable) {
 
 /* ---- kill -9 --------------------------------------------------------------------------------- */
 
-/* The newest directory with the name of a checkpoint, or -1; names that begin with a dot. */
+/* Returns the newest checkpoint's step by its directory's name, or -1; *leftovers: names that
+   begin with a dot. */
 static int newest_step(const char *dir, int *leftovers) {
     char path[512];
     int newest = -1;
@@ -940,7 +950,7 @@ static int newest_step(const char *dir, int *leftovers) {
     return newest;
 }
 
-/* The step of the last line `head` STEP in what a run has printed, or -1. */
+/* Returns the step of the last line `head` STEP in a run's output, or -1. */
 static int last_step(const char *head) {
     int step = -1;
     for (const char *at = out_text; (at = strstr(at, head)) != NULL; at += strlen(head)) {
@@ -950,8 +960,8 @@ static int last_step(const char *head) {
     return step;
 }
 
-/* Kills the parent and its ranks; returns when none is left, as this process inherits the ranks.
-   0: the job had come to its end before. */
+/* Kills the parent and its ranks, and waits until none is left: this process inherits the ranks.
+   Returns 0 if the job had ended before. */
 static int kill_job(pid_t pid) {
     pid_t ranks[8];
     int status, other;
@@ -969,25 +979,25 @@ static int kill_job(pid_t pid) {
 }
 
 typedef struct {
-    int kills, found_old, found_new, leftovers; // the newest one was told as saved, or is newer
+    int kills, found_old, found_new, leftovers; // the newest one was reported as saved, or is newer
     int jobs;
     curve whole;
-    int64_t took_ms; // of the training that nobody kills
+    int64_t took_ms; // duration of the undisturbed training
     uint64_t random;
 } campaign;
 
-/* Saves behind every second step, every other job asynchronously. Starts it. */
+/* Starts a job that saves after every second step; every other job saves asynchronously. */
 static pid_t start_job(campaign *c) {
     char args[3072], options[128];
-    shell("echo >out"); // what a job printed that is killed before it begins
+    shell("echo >out"); // the output of a job that is killed before it starts
     snprintf(options, sizeof options, "--ranks 3 --save-every 2 --sample 0 --resume%s",
              c->jobs++ % 2 ? " --async" : "");
     saved_args(args, sizeof args, "run", options);
     return start("", args);
 }
 
-/* What a killed job has left: a newest checkpoint that is not older than the one that was told last
-   (`told`). If it has resumed, then from the newest that was there. */
+/* Checks the remains of a killed job: the newest checkpoint is not older than the last one
+   reported (`told`). If the job had resumed, then from the newest one before it. */
 static void look_at_remains(campaign *c, int before, int *told) {
     char path[512];
     int left;
@@ -1002,7 +1012,8 @@ static void look_at_remains(campaign *c, int before, int *told) {
     c->kills++;
 }
 
-/* One training to its end, killed again and again. Then all is as if nobody had killed it. */
+/* Runs one training to its end, killed again and again. The result equals that of an undisturbed
+   one. */
 static void killed_training(campaign *c, int kills) {
     char path[512];
     int told = -1, left, before;
@@ -1022,7 +1033,7 @@ static void killed_training(campaign *c, int kills) {
     read_file(in_tmpdir(path, "out"), out_text);
     if (last_step("\nsave ") == 50) {
         CHECK_EQ_INT(newest_step("run", &left), 50);
-        CHECK_EQ_INT(left, 0); // a save removes what killed ones have left
+        CHECK_EQ_INT(left, 0); // a save removes the remains of killed ones
     }
     read_csv(in_tmpdir(path, "run.csv"), &part);
     CHECK_EQ_INT(part.count, 50);
@@ -1051,8 +1062,8 @@ static int has_ended(pid_t pid) {
     return end.si_pid != 0;
 }
 
-/* One of the ranks of an fsdprun, whose child, the keeper, has them as children; waits until all
-   have been started. 0: fsdprun has ended. */
+/* Returns one rank of an fsdprun, whose child, the keeper, has the ranks as children; waits
+   until all have been started. Returns 0 if fsdprun has ended. */
 static pid_t some_rank(pid_t launcher, int ranks, uint64_t *random) {
     pid_t keeper, found[8];
     while (children(launcher, &keeper, 1) != 1 || children(keeper, found, 8) != ranks) {
@@ -1062,10 +1073,10 @@ static pid_t some_rank(pid_t launcher, int ranks, uint64_t *random) {
     return found[h_rand64(random) % (uint64_t)ranks];
 }
 
-/* A training under fsdprun, of 3 ranks or of two nodes with 2 ranks each, and its disturbances. */
+/* A training under fsdprun, with 3 ranks or two nodes of 2 ranks each, that is disturbed. */
 typedef struct {
     int nodes, port;
-    const char *master; // of two nodes; in namespaces if it is not of this host
+    const char *master; // two nodes; in namespaces if it is not this host
     char args[3072];
     pid_t pids[2];
     uint64_t random;
@@ -1097,7 +1108,7 @@ static void finish_nodes(comeback *c, const char *dir, curve *out) {
     CHECK_EQ_INT(out->count, 50);
 }
 
-/* How often this node's fsdprun has started its ranks again. */
+/* Returns the number of restarts by this node's fsdprun. */
 static int restarts(int node) {
     char path[512];
     int n = 0;
@@ -1106,11 +1117,11 @@ static int restarts(int node) {
     return n;
 }
 
-/* Kills a rank or, of two nodes, a whole fsdprun, which is started again with the same command: when
-   a step that was drawn is saved. Returns 0 if the training was faster. */
+/* When a random step is saved, kills a rank or, of two nodes, a whole fsdprun, and starts it
+   again with the same command. Returns 0 if the training was faster. */
 static int disturb(comeback *c, int kind) {
     const int node = kind % c->nodes, is_node = c->nodes == 2 && kind / 2 % 2;
-    const int other = is_node ? !node : node; // who tells that there was a failure
+    const int other = is_node ? !node : node; // the node that logs the failure
     const int before = restarts(other);
     int left;
     const int until = newest_step("run", &left) + (int)(h_rand64(&c->random) % 12);
@@ -1131,7 +1142,7 @@ static int disturb(comeback *c, int kind) {
     return restarts(other) > before;
 }
 
-/* A training that is disturbed again and again ends as one that nobody has disturbed. */
+/* A training that is disturbed again and again ends as an undisturbed one. */
 static void come_back(comeback *c, int kills) {
     curve part;
     int done = 0;
@@ -1187,5 +1198,5 @@ TEST(resume, killed, SECONDS(120)) {
 TEST(long_gpt, kill_campaign, SECONDS(3600) | NIGHT) {
     campaign c;
     run_campaign(&c, 300);
-    CHECK(c.leftovers > 0 && c.found_new > 0); // kills have come in the middle of saves
+    CHECK(c.leftovers > 0 && c.found_new > 0); // some kills have interrupted a save
 }

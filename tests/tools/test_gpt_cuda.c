@@ -1,4 +1,4 @@
-/* test_gpt_cuda.c - the trainer for GPUs as a program: it learns what the one for CPUs learns
+/* test_gpt_cuda.c - the trainer for GPUs as a program learns as the one for CPUs does.
 
    Runs $FSDP_BUILD/examples/train_gpt_cuda, or the one in $FSDP_BUILD/stub/examples, which is built
    with the stand-ins of tests/stubs and needs no GPU; and examples/gpt/train_gpt, or GPT_BIN.
@@ -11,7 +11,7 @@
 
 enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, STEPS = 10 };
 
-static char output[OUTPUT_NBYTES]; // of the last run, both streams
+static char output[OUTPUT_NBYTES]; // both streams of the last run
 
 static const char *cuda_program(void) {
     static char path[400];
@@ -33,7 +33,7 @@ static const char *cpu_program(void) {
     return path;
 }
 
-/* Words in a random order, so that there is something to learn. */
+/* Writes a file of words in a random order, so that there is something to learn. */
 static void write_text(void) {
     static const char *const words[] = {"shard ", "gather ", "reduce ", "scatter ", "the ", "a\n"};
     uint64_t state = 5;
@@ -49,7 +49,7 @@ static void write_text(void) {
     CHECK_EQ_INT(fclose(file), 0);
 }
 
-/* Exit status of a program that sees no launcher; its output is in `output`. */
+/* Runs a program that sees no launcher. Returns its exit status, and its output in `output`. */
 static int run(const char *environment, const char *program, const char *args) {
     char command[2048];
     unsetenv("RANK");
@@ -69,7 +69,8 @@ typedef struct {
     double loss[STEPS], norm[STEPS];
 } curve;
 
-/* Trains a small model whose rows are not divided evenly by 2 or 3 ranks. The exit status. */
+/* Trains a small model whose rows are not divided evenly by 2 or 3 ranks. Returns the exit
+   status. */
 static int run_training(const char *environment, const char *program, int steps,
                         const char *options) {
     char args[1500];
@@ -98,7 +99,7 @@ static void train(const char *environment, const char *program, const char *opti
     fclose(file);
 }
 
-/* The steps of `some` are as in `all`, which has every step. */
+/* Checks that the steps of `some` are as in `all`, which has every step. */
 static void check_same(const curve *all, const curve *some, double loss_limit, double norm_limit) {
     double loss = 0.0, norm = 0.0;
     CHECK_EQ_INT(all->count, STEPS);
@@ -116,7 +117,7 @@ static void check_same(const curve *all, const curve *some, double loss_limit, d
     CHECK(norm <= norm_limit);
 }
 
-// Device memory that the host cannot read, streams beside each other: as on a GPU.
+// Device memory that the host cannot read, and concurrent streams: as on a GPU.
 #define OVER_NCCL "FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=0 FSDP_STUB_SYNC=0 "
 
 static const struct {
@@ -127,7 +128,7 @@ static const struct {
     {"ranks=3", OVER_NCCL, "--ranks 3"},
     {"ranks=3,no_reshard", OVER_NCCL, "--ranks 3 --reshard 0"},
     {"ranks=2,sync", "FSDP_BACKEND=nccl FSDP_STUB_SYNC=1", "--ranks 2"},
-    {"ranks=2,protected", OVER_NCCL "FSDP_STUB_PROTECT=1", "--ranks 2"}, // from the host's own accesses
+    {"ranks=2,protected", OVER_NCCL "FSDP_STUB_PROTECT=1", "--ranks 2"}, // from host accesses
     {"alone", OVER_NCCL, ""},
     {"plain", "", "--plain"},
 };
@@ -136,15 +137,15 @@ TEST_P(gpt_cuda, parity, runs) {
     curve cpu, gpu;
     const char *program = cuda_program();
     train("FSDP_BACKEND=shm", cpu_program(), "--ranks 1", &cpu);
-    CHECK(cpu.loss[STEPS - 1] < cpu.loss[0] - 0.05); // it learns, or equal losses say little
+    CHECK(cpu.loss[STEPS - 1] < cpu.loss[0] - 0.05); // it learns: equal losses mean something
     train(row->environment, program, row->options, &gpu);
     CHECK_EQ_INT(gpu.count, STEPS);
-    // The stand-in for cuBLAS adds up as the CPU does, rounding apart; the real one does not.
+    // The stand-in for cuBLAS sums as the CPU does, except for rounding; the real one does not.
     if (strstr(program, "/stub/")) check_same(&cpu, &gpu, 5e-6, 1e-5);
     else check_same(&cpu, &gpu, 1e-4, 1e-3);
 }
 
-/* Muon by cuBLAS: the losses of the CPU, on one rank and on two. */
+/* Muon with cuBLAS: the losses of the CPU, on one rank and on two. */
 TEST(gpt_cuda, muon) {
     static const char *const options[] = {"--optimizer muon", "--ranks 2 --optimizer muon"};
     curve adamw, cpu, gpu;
@@ -176,9 +177,10 @@ TEST(gpt_cuda, ema) {
     }
 }
 
-/* Attention does its part: losses are those of the CPU, and others with another number of heads,
-   whose parameters are the same at the start. Parity sees each wrong part of its backward: without
-   the gradients of the keys, the smallest one, losses here differ by 4e-4, norms by 5e-3. */
+/* Attention has an effect: losses are those of the CPU, and differ with another number of heads,
+   whose parameters are the same at the start. The comparison finds each wrong part of its
+   backward: without the gradients of the keys, the smallest ones, losses here differ by 4e-4,
+   norms by 5e-3. */
 TEST(gpt_cuda, attention) {
     static const char *const heads[] = {"--heads 1", "--heads 2", "--heads 19"};
     enum { COUNT = sizeof heads / sizeof *heads };
@@ -200,9 +202,9 @@ TEST(gpt_cuda, attention) {
     }
 }
 
-/* Sizes that no vector of eight, no span of 256 positions and no head of eight divides, and those
-   that they do; a batch of one. Without a GPU a warp has one lane: what 32 do only a GPU shows. The
-   first three run by day, too. */
+/* Sizes with and without a remainder for vectors of eight, spans of 256 positions and heads of
+   eight; a batch of one. Without a GPU a warp has one lane: only a GPU tests 32. The first three
+   run by day, too. */
 static const struct {
     const char *name, *options;
 } sizes[] = {
@@ -232,13 +234,13 @@ TEST_P(gpt_cuda, sizes, sizes, row < sizes + 3 ? 0 : AT_NIGHT(STUB)) {
     }
 }
 
-/* Fewer bits: near the CPU's losses, but not as near as f32; with the library and without. Norms show
-   sums that were not f32. The first two run by day, too. */
+/* Fewer bits: close to the CPU's losses, but not as close as f32; with the library and without.
+   Norms show sums that were not f32. The first two run by day, too. */
 static const struct {
     const char *name, *number, *options;
-    double ours; // of a loss, from the program without the library
+    double ours; // loss difference from the program without the library
 } fewer_bits[] = {
-    {"bf16,ranks=2", "--bf16", "--ranks 2", 5e-4}, // each one rounds its gradients
+    {"bf16,ranks=2", "--bf16", "--ranks 2", 5e-4}, // each rank rounds its gradients
     {"tf32,ranks=1", "--tf32", "--ranks 1", 1e-5},
     {"bf16,ranks=1", "--bf16", "--ranks 1", 2e-4},
     {"tf32,ranks=2", "--tf32", "--ranks 2", 5e-5},
@@ -253,14 +255,14 @@ TEST_P(gpt_cuda, fewer_bits, fewer_bits, row < fewer_bits + 2 ? 0 : AT_NIGHT(STU
     train("", program, options, &plain);
     CHECK_EQ_INT(plain.count, STEPS);
     check_same(&cpu, &plain, 1e-3, 5e-3);
-    CHECK(fabs(plain.loss[STEPS - 1] - cpu.loss[STEPS - 1]) > 5e-6); // fewer they were
+    CHECK(fabs(plain.loss[STEPS - 1] - cpu.loss[STEPS - 1]) > 5e-6); // fewer bits were used
     snprintf(options, sizeof options, "--lr 0.005 %s %s", row->number, row->options);
     train(OVER_NCCL, program, options, &gpu);
     CHECK_EQ_INT(gpu.count, STEPS);
     check_same(&plain, &gpu, row->ours, 5e-3);
 }
 
-/* The loss that nobody looks at changes nothing. */
+/* Losses that are not logged change nothing. */
 TEST(gpt_cuda, log_every) {
     curve all, some;
     const char *program = cuda_program();
@@ -271,7 +273,7 @@ TEST(gpt_cuda, log_every) {
     check_same(&all, &some, 0.0, 0.0);
 }
 
-/* Two runs of the same ranks give the same bits: every sum has an order. */
+/* Two runs with equal ranks give equal bits: every sum has a fixed order. */
 TEST(gpt_cuda, repeats) {
     curve a, b;
     const char *program = cuda_program();
@@ -281,7 +283,7 @@ TEST(gpt_cuda, repeats) {
 }
 
 /* Only the stand-in for the runtime has this checker: the first access that no event orders ends
-   the program. It sees products, copies and collectives. */
+   the program. It checks products, copies and collectives. */
 TEST(gpt_cuda, no_races) {
     curve c;
     const char *program = cuda_program();
@@ -290,12 +292,12 @@ TEST(gpt_cuda, no_races) {
     CHECK_EQ_INT(c.count, STEPS);
 }
 
-/* Forward and backward as a graph: the same bits as call by call. The first two run by day, too. */
+/* Forward and backward as a graph: the bits of separate calls. The first two run by day, too. */
 static const struct {
     const char *name, *environment, *options;
 } graphs[] = {
     {"ranks=1", OVER_NCCL, "--ranks 1"},
-    {"checked", OVER_NCCL "FSDP_STUB_CHECKS=1", ""}, // stops at what no event orders
+    {"checked", OVER_NCCL "FSDP_STUB_CHECKS=1", ""}, // stops at an access that no event orders
     {"alone", OVER_NCCL, ""},
     {"no_reshard", OVER_NCCL, "--reshard 0"},
     {"log_every", OVER_NCCL, "--log-every 4"},
@@ -310,14 +312,14 @@ TEST_P(gpt_cuda, graph, graphs, row < graphs + 2 ? 0 : AT_NIGHT(STUB)) {
     curve calls, graph;
     const char *program = cuda_program();
     train(OVER_NCCL, program, "--ranks 1", &calls);
-    CHECK(calls.norm[STEPS - 1] > 1.0); // clipping is part of it
+    CHECK(calls.norm[STEPS - 1] > 1.0); // clipping has an effect
     snprintf(options, sizeof options, "--graph %s", row->options);
     train(row->environment, program, options, &graph);
     CHECK(graph.step[graph.count - 1] == STEPS);
     check_same(&calls, &graph, 0.0, 0.0);
 }
 
-/* Whether a training goes through although the nth call of a function fails. */
+/* Returns 1 if a training succeeds although the nth call of a function fails. */
 static int survives(const char *function, int nth, int steps, const char *options) {
     char environment[200];
     const char *program = cuda_program();
@@ -326,9 +328,9 @@ static int survives(const char *function, int nth, int steps, const char *option
     return run_training(environment, program, steps, options) == 0;
 }
 
-/* How often a training of three steps calls a function. */
+/* Returns the number of calls of a function in a training of three steps. */
 static int calls_of(const char *function, const char *options) {
-    int fails = 0, works = 128; // the last call that there is; one that there is not
+    int fails = 0, works = 128; // the last call; a number without a call
     while (works - fails > 1) {
         const int middle = (fails + works) / 2;
         if (survives(function, middle, 3, options)) works = middle;
@@ -346,7 +348,7 @@ TEST(gpt_cuda, graph_launches) {
     CHECK(survives("cudaGraphLaunch", STEPS - 1, STEPS, "--graph"));
 }
 
-/* With a graph, more steps allocate nothing more. */
+/* With a graph, more steps allocate no more memory. */
 TEST(gpt_cuda, graph_allocates_nothing, AT_NIGHT(STUB)) {
     static const char *const functions[] = {"cudaMalloc", "cudaMallocHost"};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
@@ -356,7 +358,7 @@ TEST(gpt_cuda, graph_allocates_nothing, AT_NIGHT(STUB)) {
     }
 }
 
-/* The backward stores gradients: without the library no step fills anything with zeros. */
+/* The backward stores gradients: without the library no step fills memory with zeros. */
 TEST(gpt_cuda, plain_fills_nothing) {
     const int calls = calls_of("cudaMemsetAsync", "--plain");
     CHECK(calls > 0); // before the first step

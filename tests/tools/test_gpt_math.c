@@ -1,10 +1,11 @@
-/* test_gpt_math.c - examples/gpt/gpt.h: products, pieces and gradients against plain formulas.
+/* test_gpt_math.c - examples/gpt/gpt.h: products, functions and gradients compared with plain
+   formulas.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "examples/gpt/gpt.h"
 
-/* A number in [-1, 1) */
+/* Returns a number in [-1, 1). */
 static float noise(uint64_t *state) {
     return (float)((double)(h_rand64(state) >> 11) * 0x1p-52 - 1.0);
 }
@@ -18,8 +19,8 @@ static float *noise_array(uint64_t *state, size_t numel, float scale) {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* c = or += op(a) op(b) against three loops; leading dimensions larger than needed, and the
-   elements between the rows must stay as they were. */
+/* Compares c = or += op(a) op(b) with three loops; leading dimensions are larger than needed,
+   and the elements between the rows must not change. */
 static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
     const int lda = (flags & GPT_TRANS_A ? m : k) + 3;
     const int ldb = (flags & GPT_TRANS_B ? k : n) + 1;
@@ -67,7 +68,7 @@ TEST(gpt_math, matmul) {
     }
 }
 
-/* ---- pieces ---------------------------------------------------------------------------------- */
+/* ---- functions ------------------------------------------------------------------------------- */
 
 TEST(gpt_math, exp) {
     double worst = 0.0;
@@ -161,7 +162,7 @@ typedef struct {
     gpt_acts acts;
     uint8_t *tokens;
     int16_t *targets;
-    int counted; // targets that are not ignored: the loss is the mean of theirs
+    int counted; // targets that are not ignored, over which the loss is the mean
 } net;
 
 static void net_create(net *n, const gpt_config *cfg, uint64_t *state) {
@@ -182,7 +183,7 @@ static void net_create(net *n, const gpt_config *cfg, uint64_t *state) {
     }
     for (int i = 0; i < n->num_params; i++) {
         const size_t numel = (size_t)gpt_spec_numel(&n->specs[i]);
-        n->w[i] = noise_array(state, numel, 0.5f); // far from the usual start: nothing is near zero
+        n->w[i] = noise_array(state, numel, 0.5f); // far from the usual start: not near zero
         for (size_t k = 0; k < numel; k++) n->w[i][k] += n->specs[i].mean;
         n->g[i] = (float *)calloc(numel, sizeof(float));
         CHECK(n->g[i] != NULL);
@@ -229,7 +230,8 @@ static void net_backward(net *n) {
     gpt_embed_backward(cfg, n->g, n->tokens, a->dx);
 }
 
-/* Slope of the loss along `direction` of parameter i, by the difference of two steps. */
+/* Returns the slope of the loss along `direction` of parameter i, by the difference of two
+   steps. */
 static double slope(net *n, int i, const float *direction, float step) {
     const size_t numel = (size_t)gpt_spec_numel(&n->specs[i]);
     float *was = (float *)malloc(numel * sizeof *was);
@@ -255,8 +257,9 @@ static const struct {
             {"long", {1, 101, 8, 2, 1, 13}},
             {"wide", {1, 3, 136, 2, 1, 256}}};
 
-/* Each gradient against finite differences: along random directions, and in single elements. The
-   loss is computed in float, so that the step is large and the tolerance is not small. */
+/* Compares each gradient with finite differences: along random directions, and in single
+   elements. The loss is computed in float, so that the step is large and the tolerance is not
+   small. */
 TEST_P(gpt_math, gradients, nets, row->cfg.channels > 100 ? AT_NIGHT(ASAN) : 0) {
     net n;
     uint64_t state = h_seed();
@@ -275,7 +278,7 @@ TEST_P(gpt_math, gradients, nets, row->cfg.channels > 100 ? AT_NIGHT(ASAN) : 0) 
                 size += (double)direction[k] * (double)direction[k];
             }
             const float step = (float)(6e-3 / sqrt(size));
-            // the difference's own error, of the square of the step, cancels in this mean
+            // the difference's error, of order step^2, cancels in this mean
             const double got =
                 (4.0 * slope(&n, i, direction, step) - slope(&n, i, direction, 2.0f * step)) / 3.0;
             const double error = fabs(got - expected) / sqrt(size);
@@ -350,7 +353,7 @@ TEST(gpt_math, loss) {
     net_destroy(&n);
 }
 
-/* An ignored target adds nothing to the loss and gets no gradient, whatever its logits are. */
+/* An ignored target adds nothing to the loss and gets no gradient, for any logits. */
 TEST(gpt_math, ignored_targets) {
     net n;
     uint64_t state = h_seed();

@@ -6,7 +6,8 @@
 
 static char output[65536];
 
-/* Runs the probe, a program beside this one; its text goes to `output`. Returns its exit status. */
+/* Runs the probe, a program in the same directory; its text goes to `output`. Returns its exit
+   status. */
 static int probe(const char *args) {
     char command[1024];
     const char *slash = strrchr(h_program, '/');
@@ -25,7 +26,8 @@ static int probe(const char *args) {
     return WEXITSTATUS(status);
 }
 
-/* One line of the probe's output; a '%' in the pattern stands for any text, line ends excluded. */
+/* Returns 1 if a line of the probe's output matches; '%' in the pattern stands for any text in a
+   line. */
 static int has_line(const char *pattern) {
     char copy[sizeof output], *line, *end;
     memcpy(copy, output, sizeof copy);
@@ -50,7 +52,7 @@ static int count(const char *text) {
     return n;
 }
 
-/* What each failing probe must print, besides the lines common to all. */
+/* Lines that each failing probe must print, in addition to the common ones. */
 static const struct { const char *name, *line, *why; } failures[] = {
     {"fail.check", "%probe_harness.c:%: CHECK(1 + 1 == 3): is false", "exit code 1"},
     {"fail.integer", "%: CHECK_EQ_INT(-1, 0xffffffffu): -1 != 4294967295", "exit code 1"},
@@ -135,7 +137,7 @@ TEST(harness, skip) {
     LINE("[  SKIPPED ] skip.plain");
 }
 
-/* A grandchild that is left behind ends with its test, which is seen at its pipe's end. */
+/* A remaining grandchild ends with its test: its pipe is closed. */
 TEST(harness, grandchildren_are_killed) {
     static const char *const which[] = {"tidy.grandchild", "slow.grandchild"};
     int i;
@@ -174,7 +176,7 @@ TEST(harness, list_and_filter) {
     CHECK_EQ_STR(output, "skip.plain\nskip.rank\ntable.row/one\ntable.row/two\ntidy.grandchild\n");
 }
 
-/* Those tests of the probe's suite `tags` that are chosen, without the suite. */
+/* Tests of the probe's suite `tags` that an option chooses, without the suite's name. */
 static const struct { const char *name, *tests; } choices[] = {
     {"slow", "many_ranks row/two slow"},
     {"shm", "gloo_at_night many_ranks not_over_gloo of_the_file row/one row/two slow tsan"},

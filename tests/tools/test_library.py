@@ -248,7 +248,7 @@ def rank_main(f, rank, size, job):
 
 
 def test_processes():
-    Fsdp()  # else skipped
+    Fsdp()  # skips without the library
     job = f"library-{os.getpid()}"
     ranks = [subprocess.Popen([sys.executable, __file__, "--rank", str(r), "3", job],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for r in range(3)]

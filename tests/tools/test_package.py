@@ -17,7 +17,7 @@ from harness import Skip, check, run, sh
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 CC = os.environ.get("CC") or "cc"
 CXX = os.environ.get("CXX") or "c++"
-# A program of ours must not find this tree, and no variable of this make may reach another one.
+# The test's programs must not find this tree, nor get variables of this make.
 MINE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "CPATH", "C_INCLUDE_PATH")
 CLEAN = {k: v for k, v in os.environ.items() if k not in MINE}
 PROJECT = """cmake_minimum_required(VERSION 3.17)
@@ -122,7 +122,7 @@ def long_readme():
     test_readme(str)
 
 
-# What README leaves to the reader.
+# The parts that README leaves to the reader.
 TRAINER = """#include <math.h>
 #include <stdio.h>
 #include "fsdp_optim.h"
@@ -295,7 +295,7 @@ def test_dist():
 @needs("pkg-config")
 def test_make_install():
     make(f"install PREFIX={os.getcwd()}/prefix")
-    os.rename("prefix", "moved")  # what is installed knows its place
+    os.rename("prefix", "moved")  # the installed files must find their new place
     pc = f"PKG_CONFIG_PATH={os.getcwd()}/moved/share/pkgconfig pkg-config"
     check(sh(f"{pc} --modversion fsdp", env=CLEAN).strip() == version(), "the version")
     sh(f"{CC} -O0 01_hello.c -o hello $({pc} --cflags --libs fsdp)", env=CLEAN)
@@ -343,7 +343,7 @@ def test_cmake_install():
     project(f"find_package(fsdp {version()} REQUIRED)", flags="-DCMAKE_PREFIX_PATH=$PWD/prefix")
     sh("prefix/bin/fsdprun -n 2 build/hello", env=CLEAN)
     trains("build/hello")
-    make(f"install PREFIX={os.getcwd()}/made")  # by make the same headers are installed
+    make(f"install PREFIX={os.getcwd()}/made")  # make installs the same headers
     sh("diff -r made/include prefix/include && diff made/share/pkgconfig prefix/share/pkgconfig")
 
 

@@ -16,7 +16,7 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 EXAMPLE = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "examples/07_plan")
 CLEAN = {k: v for k, v in os.environ.items()
          if not k.startswith("FSDP_") and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-# Two units; by calls each gathers twice, from the plan together and once.
+# Two units: in the eager step each gathers twice, with the plan both gather together, once.
 TEXT = r"""fsdp plan 1
 model 00 units 2 params 2 shards 2 replicas 1 mode MODE
 kind 00 calls 9 forward 4
@@ -89,7 +89,7 @@ def test_inline():
 
 
 def test_streams():
-    # Work waits for what it uses. The first reduction runs beside the last piece of work.
+    # Work waits for its inputs. The first reduction overlaps with the last piece of work.
     check(titles("streams") == [("By calls", "4", "2", "9", "1"),
                                 ("From the plan", "1", "1", "6", "2")], str(titles("streams")))
 

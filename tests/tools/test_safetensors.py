@@ -315,7 +315,7 @@ def resume_fsdp2(path):
         check(float(states["step"]) == STEP + int(name.split(".")[1]), f"{name}: {states['step']}")
         looked += 4
     check(looked == 32, f"{looked} tensors")
-    for parameter in model.parameters():  # and it goes on
+    for parameter in model.parameters():  # the training continues
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     check(float(optimizer.state[parameter]["step"]) == STEP + 2)
@@ -354,7 +354,7 @@ def test_c_loads_what_fsdp2_saved(folder):
         for mine in (1, 3):
             found = loaded(f"{folder}/by{ranks}", mine, "partial")
             check(all(missing == 4 for _, missing in found), str(found))  # frozen and half
-            # of 4 * 8 tensors; on three ranks the last has nothing of `tiny` but its step
+            # 4 * 8 tensors; on three ranks the last one has only the step of `tiny`
             check(found[-1][0] == 32 and found[0][0] == (32 if mine == 1 else 26), str(found))
         sh(f"{FSDPCK} import {folder}/by{ranks} {folder}/ours{ranks} --ranks 2")
         check(loaded(f"{folder}/ours{ranks}", 1, "partial") == [(32, 4)])
@@ -417,7 +417,7 @@ def test_torch_goes_on_with_muon(folder):
         muon.load_state_dict(state)
         muon.step()
         check(torch.allclose(muon.state[p]["momentum_buffer"].double(), new, atol=1e-6), name)
-        # The job's step is this one times its learning rate, and a decay of the parameter.
+        # The job's step equals this one times its learning rate, plus a decay of the parameter.
         took = (after[name] - before[name]).double().flatten()
         basis = torch.stack([(p.detach() - before[name]).double().flatten(),
                              before[name].double().flatten()], 1)

@@ -135,7 +135,7 @@ def test_amalgamate_text():
     with tree() as root:
         text = amalgamate(root)
         parts = ["src/core/a.h", "src/core/backends.h", "backends/fsdp_base.h", "backends/fsdp_shm.h",
-                 "src/core/b.h"]  # those that a condition is around come inside of the part
+                 "src/core/b.h"]  # parts in a condition stay inside it
         places = [text.index(f"/* ==== {name} ====") for name in parts]
         check(places == sorted(places), "each part below those that it uses")
         listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
@@ -422,7 +422,7 @@ def test_variants():
         says("make check fast", "BUILD=b/fast 'C=-O -g' b/fast/tests/test_rows")
         says("make nightly net | wc -l", "0")  # one command
         says("make any net", "BUILD=b/net GLOO=yes b/net/tests/test_file b/net/tests/test_one "
-             "b/net/tests/test_only b/net/tests/test_twice GLOO=yes "  # of each line
+             "b/net/tests/test_only b/net/tests/test_twice GLOO=yes "  # one for each line
              "b/net/tests/test_only b/net/tests/test_twice")
         says("make test shm", "BUILD=b examples " + " ".join(
             f"b/tests/{n}" for n in "test_file test_one test_plain test_rows conformance".split()))
@@ -573,7 +573,7 @@ def test_gpu_test_runs():
     with tempfile.TemporaryDirectory() as root:
         os.mkdir(f"{root}/tests")
         script(f"{root}/tests/test_gpu_first", 'echo "[       OK ] $2"')
-        # each waits until the other is there, too
+        # each waits until the other has started
         script(f"{root}/tests/conformance",
                f'case $2 in *W=2:*) me=a you=b ;; *) me=b you=a ;; esac; touch {root}/$me\n'
                f'while [ ! -e {root}/$you ]; do sleep 0.01; done; echo "[       OK ] $2"; '
@@ -593,7 +593,7 @@ def test_gpu_test_runs():
         out = runs("--minutes=0 first/cuda ranks/conformance.W=1", 0)
         check("left out for time: first/cuda ranks/conformance.W=1" in out, out)
         check("0 passed, 0 failed, 0 skipped, 2 left out for time" in out, out)
-        env["FSDP_GPU_SINCE"] = str(int(time.time()) - 180)  # a build took so long
+        env["FSDP_GPU_SINCE"] = str(int(time.time()) - 180)  # the duration of a build
         out = runs("--minutes=5 nets/test_replicate nets/test_plan", 0)
         check("SKIP nets/test_replicate (no " in out and "LEFT nets/test_plan" in out, out)
 
@@ -715,7 +715,7 @@ def test_errors_makes():
     check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
 
 
-HOUSE = {  # in the order of the floors
+HOUSE = {  # rooms, lowest first
     "src/core/a.h": '#ifndef FSDP_H\n#include "../../fsdp.h"\n#endif\n/*\n#include "b.h"\n*/\n// #include "c.h"\n',
     "src/core/b.h": '#include "../../fsdp.h" // and src/core/*.h\n# include "a.h"\n/* the end */\n',
     "src/core/c.h": '#include "../core/b.h"\n#include <math.h>\n#include "elsewhere.h"\n#include "a.h"\n',
@@ -853,7 +853,7 @@ def test_mutants_of_a_source():
         for wanted in ["sum:compare:1", "sum:condition:2", "sum:statement:1", "sum:assign:1", "sum:swap:1",
                        "sum:+1:1", "sum:-1:1", "color:enum:1", "color:statement:1", "clear:statement:1"]:
             check(wanted in names, f"no {wanted}: {names}")
-        # the test of the loop is no if; `case` is a constant; the last return and the marked line stay
+        # no mutants: the loop's test as an if, the constant `case`, the last return, the marked line
         check(sum(n.startswith("sum:condition") for n in names) == 2, names)
         check(sum(n.startswith("color:enum") for n in names) == 1, names)
         check(not any(n.startswith(("least:compare", "least:statement")) for n in names), names)

@@ -19,7 +19,7 @@ TOOL = os.path.join(ROOT, "tools/fsdptrace")
 CLEAN = {k: v for k, v in os.environ.items()
          if not k.startswith("FSDP_") and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 KEYS = {"M": {"args"}, "C": {"args"}, "X": {"dur", "args"}, "b": {"cat", "id"}, "e": {"cat", "id"}}
-BLOCK, SECTIONS, RECORD = 65536, 312, 48  # of the trace's format; where the sections are told
+BLOCK, SECTIONS, RECORD = 65536, 312, 48  # sizes in the trace's format; offset of its sections
 
 
 def traced(folder, ranks=2, **env):
