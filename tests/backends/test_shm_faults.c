@@ -702,7 +702,7 @@ TEST(shm_faults, two_jobs_with_one_id) {
 
 static void second_world(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
-    rank_state first = begin(rank, s), second = begin(rank, s); /* of one job, both open */
+    rank_state first = begin(rank, s), second = begin(rank, s); /* both open, in one job */
     (void)world;
     for (int i = 0; i < 10; i++) {
         CHECK_OK(one(&first, first.comm, FSDP_OP_ALL_GATHER, "a", 0));
@@ -1111,7 +1111,7 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
    same holds if one rank is always late, by less than it takes to wake a core. */
 static const struct {
     const char *name;
-    int late_us; /* of rank 3 */
+    int late_us; /* delay of rank 3 */
 } crowds[] = {{"all_at_once", 0}, {"one_late", 30}};
 
 static void hand_over(int rank, int world, void *arg) {

@@ -1,6 +1,6 @@
 /* test_sim_store.c - the store where ranks meet, with a launcher and its ranks in one process, on
-   the virtual hosts of sim_hosts.h: the real client and server of backends/fsdp_store.h under random
-   schedules and faults. Each seed is one job or two, for which must hold:
+   the virtual hosts of sim_hosts.h: the real client and server of backends/fsdp_store.h under
+   random schedules and faults. Each seed is one job or two, for which must hold:
 
    - No rank's set-up ends later than its deadline plus SLACK.
    - Without a relevant fault all ranks are in one world, and finish it.
