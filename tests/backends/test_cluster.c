@@ -258,7 +258,7 @@ TEST(long_cluster, torchrun_restarts, NIGHT) {
     CHECK_EQ_STR(hellos(p), expected);
 }
 
-/* ---- a real Slurm, and mpirun across hosts ----------------------------------------------------- */
+/* ---- a real Slurm, and mpirun across hosts --------------------------------------------------- */
 
 /* Runs a bash script on n1 of the lab with three hosts. $HELLO is the smallest trainer and $DIR a
    directory of this test. Returns the ended process; its exit status is 0. */
@@ -444,7 +444,7 @@ TEST_P(cluster, full_disks, backends) {
     CHECK_EQ_STR(p->output, expected);
 }
 
-/* ---- something is missing ---------------------------------------------------------------------- */
+/* ---- something is missing -------------------------------------------------------------------- */
 
 /* Two nodes with one rank each, with different options or variables. NULL: the node does not start.
    */
@@ -497,7 +497,7 @@ TEST(cluster, missing_master) {
     says(p, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500");
 }
 
-/* ---- a process dies ---------------------------------------------------------------------------- */
+/* ---- a process dies -------------------------------------------------------------------------- */
 
 typedef struct {
     const char *name;
@@ -542,7 +542,7 @@ TEST_P(cluster, death, deaths) {
     CHECK(h_now_ms() - begin < 5000);
 }
 
-/* ---- what the document says of it ------------------------------------------------------------- */
+/* ---- what the document says of it ------------------------------------------------------------ */
 
 /* Runs the document's lines that build and start a program, in a directory with copies of the
    sources. */

@@ -1250,7 +1250,7 @@ TEST_P(long_gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks, SECONDS(
     run_last_words(row, MOST_ROUNDS);
 }
 
-/* ---- a thread that is held while its message arrives and the sender leaves -------------------- */
+/* ---- a thread that is held while its message arrives and the sender leaves ------------------- */
 
 static struct {
     fsdp_gloo_context *context;
