@@ -1033,8 +1033,7 @@ static void used_once(job *j) {
         CALL(j->w, fsdp_finalize_backward(j->m.model));
         const int waits = steps[n].lacks == -1 ||
                           (steps[n].lacks >= 0 &&
-                           /* with two ranks, only one waits */
-                           (steps[n].lacks == j->r->rank || j->r->rank > 1));
+                           (steps[n].lacks == j->r->rank || j->r->rank > 1)); /* of 2 only one */
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
                      several && steps[n].sends);
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_WAIT, label, NULL), several && waits);

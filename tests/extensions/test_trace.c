@@ -443,13 +443,13 @@ TEST(trace, two_models) {
     char why[400], name[200];
     lab_run(1, NULL, two_models, NULL);
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
-    CHECK_EQ_INT(job.num, 1); /* of the model that was written last */
+    CHECK_EQ_INT(job.num, 1); /* the one that was written last */
     snprintf(name, sizeof name, "%s", job.job);
     CHECK(*job.other && strlen(job.other) < strlen(name) && !strncmp(job.other, name, strlen(job.other)));
     fsdpi_tr_free(&job);
     char *turn = strstr(name, "-1");
     while (turn && turn[2]) turn = strstr(turn + 1, "-1");
-    CHECK_MSG(turn != NULL, "%s", name); /* of the second model */
+    CHECK_MSG(turn != NULL, "%s", name); /* its file is the second model's */
     *turn = 0;
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), name, 0, &job, why, sizeof why), "%s", why);
     CHECK_EQ_STR(job.job, name);
@@ -936,7 +936,7 @@ TEST(trace, left_out) {
             memcpy(&h, bytes[1], sizeof h);
             if (kind == 1) memcpy(h.magic, "fsdptr03", sizeof h.magic);
             if (kind == 2) h.id++;
-            /* of two equal parts the later one counts */
+            /* the later one counts */
             if (kind == 2 && !bad) h.real_ns -= 1000000000;
             if (kind == 2 && bad) h.real_ns -= 2000000000;
             if (kind > 2) h.real_ns += (kind == 3 ? -1 : 1) * (int64_t)30 * 86400 * 1000000000;

@@ -19,7 +19,7 @@ typedef struct {
     fsdpi_tr_event rec[MOST];
     int64_t peers[MOST];
     int32_t last[MOST];
-    /* of a COMPUTE record that waits: index of the record that it waits for, or -1 */
+    /* index of the record that a COMPUTE record waits for, or -1 */
     int truth[MOST];
     fsdpi_tr_step step[STEPS];
     int num;
@@ -128,7 +128,7 @@ static void toy_call(toy *t, int call) {
     t->host += draw(t, 6);
     toy_add(t, FSDPI_TR_CALL, call, FSDP_STREAM_COMPUTE, t->host, t->host);
     t->num = at + 1;
-    t->rec[at].seq = (uint32_t)at + 2; /* of its first record */
+    t->rec[at].seq = (uint32_t)at + 2; /* number of its first record */
     t->host += draw(t, 3);
     if (streams) {
         t->compute += draw(t, 9); /* earlier work of the caller */
@@ -331,7 +331,7 @@ typedef struct {
     fsdp_world *w;
     fsdp_adamw *adamw;
     fsdp_trace *trace;
-    int64_t work[PLAN_CALLS + 4]; /* of the caller, after each call; then finalize, clip, adamw */
+    int64_t work[PLAN_CALLS + 4]; /* caller's work after each call; then finalize, clip, adamw */
     int clips;    /* 2: the norm is read, which is an operation of the world */
     int from_0;   /* traced from step 0 on, where numbers of the world and of the model are close */
     int gathered; /* parameters stay gathered after backward */
