@@ -375,7 +375,7 @@ typedef struct module {
     fsdp_world *w;
     fsdp_model *model;
     fsdp_dmesh *dm;
-    fsdp_unit *unit[2]; /* of replicated weights, of sharded ones */
+    fsdp_unit *unit[2]; /* units of replicated weights and of sharded ones */
     int at[STYLE_PARAMS], rank;
     fsdp_redistribution *in, *in_back, *out, *out_back;
     fsdp_spec x, x_used, y_raw, y;

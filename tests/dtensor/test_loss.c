@@ -82,7 +82,7 @@ TEST(loss, worked_example) {
     one.rows = 2, one.classes = 4, one.ranks = 2, one.dtype = FSDP_F32;
     memcpy(one.logits, logits, sizeof logits);
     one.targets[0] = 3, one.targets[1] = 0;
-    one.dout[0] = one.dout[1] = 0.5f; /* of a mean */
+    one.dout[0] = one.dout[1] = 0.5f; /* the loss is a mean */
     play_loss(&one);
     CHECK(one.max[0] == 4 && one.max[1] == 0);
     for (int r = 0; r < 2; r++) {
