@@ -349,7 +349,7 @@ static void rows_of_sources(lab_rank *r) {
         else CALL(r->w, fsdp_checkpoint_load(ck, path, &ld));
         CALL(r->w, fsdp_param_full(u, 0, got));
         for (int k = 0; k < 8; k++) {
-            const int row = k / 2 - (4 - rows); /* of A */
+            const int row = k / 2 - (4 - rows); /* row of A */
             float want = rows > 4 || row < 0 ? begin[k] : (float)(100 + 2 * row + k % 2);
             W_CHECK(got[k] == want, "%d rows: element %d is %g, expected %g", rows, k,
                     (double)got[k], (double)want);

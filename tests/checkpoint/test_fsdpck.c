@@ -397,7 +397,7 @@ typedef struct dir_case {
     /* names and contents of files; values are 1, 2, ...; 11, 12, ... */
     const char *files[6], *letters[6];
     const char *index, *map;           /* of these files; may name missing ones */
-    const char *text;                  /* of a failure; NULL: none */
+    const char *text;                  /* expected error; NULL: none */
     const char *values;                /* "a=1 b=2": expected values */
 } dir_case;
 #define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
@@ -644,7 +644,7 @@ TEST_P(fsdpck, directories, dirs) {
     }
 }
 
-/* Of several indices the one of transformers counts; without it the directory is refused. A
+/* Among several indices the one of transformers counts; without it the directory is refused. A
    directory of checkpoints is not a checkpoint. */
 TEST(fsdpck, directories_of_several) {
     static const char *const one[] = {"x.safetensors"};
