@@ -1,9 +1,9 @@
-/* conformance.c - what every backend has to do, on every backend that is compiled in: as processes
-   and as threads, alone and up to five ranks. A new backend adds its rows to `backends` and is done
-   when this passes; the rules in words are in backends/README.md.
+/* conformance.c - runs the contract of a backend on every backend that is compiled in, with ranks
+   as processes and as threads, in worlds of one to five. A new backend adds its rows to `backends`
+   and is done when this passes; backends/README.md states the rules.
 
-   The model is a loop over ranks in f32 (f64 for f64), one element at a time. Any rank can say what
-   any other one holds, as values are a function of rank and place, so each checks all its bits.
+   The model is a loop over ranks in f32 (f64 for f64), one element at a time. Values are a function
+   of rank and index, so that each rank knows every other rank's data and checks all its bits.
 
    SPDX-License-Identifier: MIT */
 #define TAGS tags_of(row)
@@ -15,7 +15,7 @@ typedef struct {
     const char *name;
     const fsdp_comm_ops *(*ops)(void);
     int threads, world;
-    const char *near; /* FSDP_GLOO_NEAR: so many ranks seem to be on one host; NULL: all */
+    const char *near; /* FSDP_GLOO_NEAR: number of ranks that seem to share a host; NULL: all */
 } backend;
 #define ROWS(name, ops)                                                                            \
     {name "/processes/W=1", ops, 0, 1, NULL}, {name "/processes/W=2", ops, 0, 2, NULL},            \
@@ -36,8 +36,8 @@ static const backend backends[] = {
     ROWS("nccl", fsdp_nccl_comm_ops),
 #endif
 };
-/* Over shared memory in all variants, over each other backend where it is the subject. What takes
-   longest on one backend, and shows what others have shown, runs at night. */
+/* Shared memory runs in all variants, each other backend in the variants that are about it. The
+   cases that take longest and repeat what other rows cover run at night. */
 static h_tags tags_of(const backend *row) {
     const int several = row->world > 2, many = row->world > 3 && !row->near;
     const int sanitized = several && !strstr(row->name, "/tcp/");
@@ -45,7 +45,7 @@ static h_tags tags_of(const backend *row) {
         if (many || (row->threads && !several)) return NO(SHM) | AT_NIGHT(GLOO);
         return NO(SHM) | GLOO | (!sanitized ? 0 : row->threads ? GLOO_TSAN : GLOO_ASAN);
     }
-    if (!strncmp(row->name, "nccl/", 5)) { /* there are four devices, and no more */
+    if (!strncmp(row->name, "nccl/", 5)) { /* the GPU build has four devices */
         if (many) return NO(SHM) | GPU;
         return NO(SHM) | STUB | GPU | (!sanitized ? 0 : row->threads ? STUB_TSAN : STUB_ASAN);
     }
@@ -60,13 +60,13 @@ static h_tags tags_of(const backend *row) {
 #define SANITIZED
 #endif
 #ifdef SANITIZED
-/* Sanitizers see no more in more elements, and take ten times as long. */
+/* Sanitizers find nothing more in larger arrays, and take ten times as long. */
 enum { BIG = 20000, MANY = 2049 };
 #else
 enum { BIG = 100000, MANY = BIG };
 #endif
 enum { MAX_WORLD = 5, MAX_SEGS = 3 };
-#define BIG_ARENA   ((size_t)BIG * 2 * MAX_WORLD * sizeof(double)) /* bytes of src, and of dst */
+#define BIG_ARENA   ((size_t)BIG * 2 * MAX_WORLD * sizeof(double)) /* bytes of src and of dst */
 #define SMALL_ARENA ((size_t)100000)
 
 /* ---- one rank -------------------------------------------------------------------------------- */
@@ -88,7 +88,7 @@ struct rank_state {
     fsdp_comm *comm;
     fsdp_caps caps;
     size_t arena;
-    char *src, *dst, *model; /* arena bytes each; src and dst are the backend's */
+    char *src, *dst, *model; /* arena bytes each; the backend allocates src and dst */
     uint64_t seq;
 };
 
@@ -138,7 +138,7 @@ static void start_ranks(launch *l, h_rank_fn fn) {
     const backend *row = l->row;
     if (row->threads && row->world > 1 && strstr(row->name, "nccl/") && lab_shares_gpu())
         SKIP("ranks that are threads need a GPU each");
-    if (strstr(row->name, "nccl/")) { /* the host writes what is sent and reads what has come */
+    if (strstr(row->name, "nccl/")) { /* the host writes src and reads dst */
         setenv("FSDP_CUDA_MANAGED", "1", 1);
         setenv("FSDP_NCCL_CHECK", "1", 1);
     }
@@ -171,11 +171,11 @@ static void run_big(const backend *row, void (*body)(rank_state *)) {
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_BF16, FSDP_F16, FSDP_F64};
 static const fsdp_dtype all_dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16, FSDP_U8,
                                         FSDP_I8,  FSDP_I16, FSDP_I32, FSDP_I64};
-enum { BLOCK = 512 }; // elements that fsdpi_reduce takes together
+enum { BLOCK = 512 }; // elements per block of fsdpi_reduce
 static const int sizes[] = {0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, BIG};
 #define LENGTH(a) (int)(sizeof(a) / sizeof(a)[0])
 
-/* Element i of what a rank holds in round `salt`: any float in (-1, 1), any integer. */
+/* Stores element i of a rank's data in round `salt`: a float in (-1, 1), or any integer. */
 static __attribute__((noinline)) void put(void *at, fsdp_dtype dtype, int rank, int64_t i,
                                           uint64_t salt) {
     uint64_t state = (uint64_t)rank * 0x10001 + (uint64_t)i * 0x9E3779B9 + salt * 0xABCDEF12345,
@@ -195,14 +195,15 @@ static void fill(char *at, fsdp_dtype dtype, int64_t start, int64_t count, int r
         put(at + (size_t)i * size, dtype, rank, i, salt);
 }
 
-/* Sums are in f32, or in f64 if that is what is read or written. A sum or a product of two floats
-   that is made in double and then rounded is the float one. */
+/* Rounds x to f32 unless the sum is in f64. A sum or product of two floats that is computed in
+   double and then rounded equals the float result. */
 static double as_wide(int wide, double x) {
     volatile float narrow = (float)x;
     return wide ? x : (double)narrow;
 }
 
-/* One element of dst (op)= ..., in the order of ranks. Volatile: a product and a sum stay two. */
+/* Computes one element of dst (op)= ..., in rank order. `volatile` keeps the compiler from fusing a
+   product and a sum. */
 static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype dtype, int world,
                        double scale, int accumulate, fsdp_redop redop) {
     size_t size = fsdp_dtype_size(dtype);
@@ -250,7 +251,8 @@ static fsdp_coll coll(rank_state *s, int kind, fsdp_dtype dtype, const char *wha
     return c;
 }
 
-/* Several: three segments, one of them empty, with gaps between them on both sides. */
+/* Returns the number of segments. With `several` there are three, one of them empty, with gaps
+   between them on both sides. */
 static uint32_t make_segs(fsdp_seg *segs, int64_t size, int world, int several, uint64_t *count) {
     int64_t shard = several ? 3 : 0, full = several ? 5 : 0;
     uint32_t num = several ? MAX_SEGS : 1;
@@ -264,7 +266,7 @@ static uint32_t make_segs(fsdp_seg *segs, int64_t size, int world, int several, 
     return num;
 }
 
-static int64_t extent(const fsdp_seg *segs, uint32_t num, int world) { /* of the full side */
+static int64_t extent(const fsdp_seg *segs, uint32_t num, int world) { /* in elements */
     return segs[num - 1].full + segs[num - 1].count * world;
 }
 
@@ -291,7 +293,7 @@ static void gather_case(rank_state *s, fsdp_dtype dtype, int size, int several, 
                    s->src + (size_t)g->shard * bytes, (size_t)g->count * bytes);
     }
     if (in_place) c.src = NULL;
-    for (uint32_t i = 0; i < c.num_segs && in_place; i++) /* nobody reads there */
+    for (uint32_t i = 0; i < c.num_segs && in_place; i++) /* the in-place block of this rank */
         segs[i].shard += s->rank;
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(s->dst, s->model, used);
@@ -316,10 +318,10 @@ static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int si
     c.out_dtype = (uint8_t)out;
     c.scale = scale;
     c.accumulate = (uint8_t)accumulate;
-    for (uint32_t i = 0; i < c.num_segs && !in_place; i++) /* each writes where it likes to */
+    for (uint32_t i = 0; i < c.num_segs && !in_place; i++) /* shards may lie anywhere */
         segs[i].shard += s->rank;
     fill(s->src, dtype, 0, extent(segs, c.num_segs, s->world), s->rank, s->seq);
-    if (in_place) { /* one segment, equal dtypes: into my part of the source */
+    if (in_place) { /* one segment, equal dtypes: dst is this rank's block of src */
         c.in_place = 1;
         c.dst = s->src + (size_t)(segs[0].full + s->rank * segs[0].count) * in;
     }
@@ -354,7 +356,7 @@ static void scatter(rank_state *s) {
                         edge = sizes[n] == BLOCK - 1 || sizes[n] == BLOCK;
                     if (!fused && !plain) continue;
                     if (a == b ? sizes[n] == BIG && v != 3 : sizes[n] == BIG || (edge && v != 5))
-                        continue; /* time */
+                        continue; /* to save time */
                     scatter_case(s, floats[a], floats[b], sizes[n], v >= 6, 0, scales[v % 3],
                                  v & 1);
                     if (a == b && v < 6 && !(v & 1))
@@ -389,7 +391,8 @@ static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp
     s->cases++;
 }
 
-/* Counts around those where a backend may change its way: a block, 16 KiB, a part per rank. */
+/* Counts around the sizes at which a backend may switch algorithms: a block, 16 KiB, a block per
+   rank. */
 static void all_reduce(rank_state *s) {
     static const fsdp_dtype dtypes[] = {FSDP_F32,  FSDP_F64, FSDP_F16,
                                         FSDP_BF16, FSDP_I32, FSDP_I64};
@@ -443,7 +446,7 @@ static void all_to_all_case(rank_state *s, fsdp_dtype dtype, size_t count) {
             put(s->model + ((size_t)k * count + e) * bytes, dtype, k,
                 (int64_t)((size_t)s->rank * count + e), s->seq);
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
-    memset(s->src, 0, used - 8 * bytes); /* allowed at once */
+    memset(s->src, 0, used - 8 * bytes); /* src may be overwritten as soon as run returns */
     CHECK_EQ_MEM(s->dst, s->model, used);
     s->cases++;
 }
@@ -456,7 +459,7 @@ static void all_to_all(rank_state *s) {
 }
 TEST_P(conformance, all_to_all, backends) { run_big(row, all_to_all); }
 
-/* From one member of a comm to another; the rest of them do nothing. */
+/* Sends from one member of a comm to another; the other members do nothing. */
 static void pair_case(rank_state *s, fsdp_dtype dtype, int count, int from, int to, uint64_t salt) {
     int is_send = s->rank == from;
     if (from == to || (!is_send && s->rank != to)) return;
@@ -468,12 +471,13 @@ static void pair_case(rank_state *s, fsdp_dtype dtype, int count, int from, int 
     memset(s->model, 0x5A, used);
     fill(is_send ? s->src : s->model, dtype, 0, count, from, salt);
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
-    if (is_send) memset(s->src, 0, used); /* allowed at once */
+    if (is_send) memset(s->src, 0, used); /* src may be overwritten as soon as run returns */
     else CHECK_EQ_MEM(s->dst, s->model, used);
     s->cases++;
 }
 
-/* Every rank to every other one; a group of collectives between, which must not be disturbed. */
+/* Every rank sends to every other one. Collectives of a group run in between and must not be
+   disturbed. */
 static void pairs(rank_state *s) {
     CHECK(s->caps.kinds >> FSDP_OP_SEND & s->caps.kinds >> FSDP_OP_RECV & 1);
     for (int n = 0; n < LENGTH(sizes); n++)
@@ -491,8 +495,8 @@ static void pairs(rank_state *s) {
 }
 TEST_P(conformance, send_and_recv, backends) { run_big(row, pairs); }
 
-/* Pairs of one comm beside each other, each in its own time and with its own counts; then around in
-   a ring. All the while the last rank of an odd world waits in a collective. */
+/* Pairs of one comm work at the same time, each at its own pace and with its own counts; then all
+   ranks form a ring. Meanwhile the last rank of an odd world waits in a collective. */
 static void pairs_at_once(rank_state *s) {
     uint64_t dice = (uint64_t)s->rank + h_seed();
     int first = s->rank / 2 * 2, second = first + 1;
@@ -501,7 +505,7 @@ static void pairs_at_once(rank_state *s) {
         if (h_rand64(&dice) % 16 == 0) w_sleep_ns((int64_t)(h_rand64(&dice) % 300000));
         pair_case(s, FSDP_I32, count, first + second - to, to, (uint64_t)(round * 10 + first));
     }
-    s->seq = 1000; /* values of a case depend on it */
+    s->seq = 1000; /* the values of a case depend on it */
     gather_case(s, FSDP_F32, 50, 0, 0);
     for (int round = 0; round < 20; round++)
         for (int from = 0; from < s->world; from++)
@@ -515,7 +519,7 @@ static void unlike_pairs(rank_state *s) {
     if (s->world < 2) return;
     fsdp_coll c = coll(s, s->rank ? FSDP_OP_RECV : FSDP_OP_SEND, FSDP_F32, "pair");
     c.root = s->rank ? 0 : 1;
-    c.count = s->rank ? 70000 : 50000; /* the larger one would be written beyond its end */
+    c.count = s->rank ? 70000 : 50000; /* the larger count would overrun the smaller buffer */
     if (s->rank > 1) c = coll(s, FSDP_OP_ALL_GATHER, FSDP_F32, "none");
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_MISMATCH);
     CHECK_MSG(strstr(s->ops->error_text(s->comm), "elements of f32"), "%s",
@@ -533,7 +537,7 @@ static void gather_ints(rank_state *s, fsdp_comm *comm, int index, int size, int
     for (int32_t i = 0; i < count; i++) src[i] = base + index * 1000 + i;
     OK_ON(s, comm, s->ops->run(comm, &c));
     for (int32_t i = 0; i < count; i++)
-        src[i] = -1; /* allowed at once: the collective is complete */
+        src[i] = -1; /* allowed as soon as run returns */
     for (int k = 0; k < size; k++)
         for (int32_t i = 0; i < count; i++) CHECK_EQ_INT(dst[k * count + i], base + k * 1000 + i);
 }
@@ -544,7 +548,7 @@ static void overwrite(rank_state *s) {
     for (int32_t round = 0; round < 150; round++) {
         int32_t count = 1 + round * 37 % 900;
         if (h_rand64(&dice) % 8 == 0)
-            w_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* ranks come in any order */
+            w_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* so that ranks arrive in any order */
         gather_ints(s, s->comm, s->rank, s->world, src, dst, count, round);
 
         fsdp_seg seg = {0, 0, count};
@@ -599,14 +603,14 @@ static void groups(rank_state *s) {
     gather_ints(s, s->comm, s->rank, s->world, src, dst, 6, 2);
 
     fsdp_comm *backwards = split(s, s->comm, 0, all, s->world,
-                                 "backwards"); /* another order of ranks */
+                                 "backwards"); /* reversed order of ranks */
     gather_ints(s, backwards, s->world - 1 - s->rank, s->world, src, dst, 7, 3);
 
     fsdp_comm *first = split(s, s->comm, s->rank ? -1 : 3, all + s->world - 1, s->rank ? 0 : 1,
-                             "first"); /* of one */
+                             "first"); /* a group of one rank */
     if (first) gather_ints(s, first, 0, 1, src, dst, 8, 4);
 
-    /* A group of a group; the other group does the same beside it, in its own time. */
+    /* A group of a group. The other group does the same at the same time, at its own pace. */
     fsdp_comm *inner = split(s, parity, index % 2, ranks + index, 1, "inner");
     gather_ints(s, inner, 0, 1, src, dst, 9, 5);
     fsdp_comm *same = split(s, parity, 7, ranks, num, "same");
@@ -627,7 +631,7 @@ TEST_P(conformance, groups, backends) { run(row, groups); }
 static void many_groups(rank_state *s) {
     int32_t all[MAX_WORLD];
     for (int k = 0; k < s->world; k++) all[k] = k;
-    int32_t many = s->ops == fsdp_shm_comm_ops() ? 300 : 50; /* connections take their time */
+    int32_t many = s->ops == fsdp_shm_comm_ops() ? 300 : 50; /* sockets take time to connect */
     for (int32_t i = 0; i < many; i++) {
         fsdp_comm *group = split(s, s->comm, 0, all, s->world, "again");
         gather_ints(s, group, s->rank, s->world, (int32_t *)(void *)s->src,
@@ -681,7 +685,7 @@ static void lanes(rank_state *s) {
         l[i].salt = 100000 * i;
     }
     for (int i = 0; i < 2; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, lane_main, &l[i]), 0);
-    for (int i = 0; i < 40; i++) { /* memory comes and goes meanwhile */
+    for (int i = 0; i < 40; i++) { /* blocks are allocated and freed meanwhile */
         void *p, *q;
         OK_ON(s, s->comm, s->ops->alloc(s->comm, 100, &p));
         OK_ON(s, s->comm, s->ops->alloc(s->comm, 5000, &q));
@@ -708,7 +712,7 @@ static void memory(rank_state *s) {
             memset(block[i], 0xFF, size);
         }
         for (int i = 0; i < BLOCKS;
-             i++) { /* every block can be a source, wherever the others went */
+             i++) { /* every block can be a source, wherever the others are */
             int at = (i * 7 + round) % BLOCKS;
             if (at > 4)
                 gather_ints(s, s->comm, s->rank, s->world, (int32_t *)(void *)block[at],
@@ -720,8 +724,9 @@ static void memory(rank_state *s) {
 }
 TEST_P(conformance, memory_is_zero_and_shared, backends) { run(row, memory); }
 
-/* Every rank has allocated other sizes, another number of them, in another order, and begins at
-   another place: each kind finds what it reads. Blocks come and go, so that places change. */
+/* Every rank has allocated different sizes, a different number of blocks, in another order, and
+   uses another offset. Each kind of collective must still find its peers' data. Blocks are freed
+   and allocated again, so that addresses change. */
 static void unlike_memory(rank_state *s) {
     char *extra[MAX_WORLD], *src = s->src, *dst = s->dst;
     for (int round = 0; round < 8; round++) {
@@ -738,7 +743,7 @@ static void unlike_memory(rank_state *s) {
             gather_case(s, FSDP_U8, 3000, several, 1);
             scatter_case(s, FSDP_F32, FSDP_F32, 700, several, 0, 1.0, 0);
         }
-        all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM, 1.0); /* of 4,000 and 20,000 bytes */
+        all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM, 1.0); /* 4,000 and 20,000 bytes */
         all_reduce_case(s, FSDP_F32, 5000, FSDP_MAX, 1.0);
         broadcast_case(s, FSDP_F32, 2000, round % s->world);
         all_to_all_case(s, FSDP_F32, 800);
@@ -765,13 +770,13 @@ static void foreign(rank_state *s) {
                            FSDP_F32, "foreign");
         c.segs = &seg, c.num_segs = 1, c.count = 16;
         c.src = v == 4 ? s->src + s->arena - 8
-                       : outside; /* 4: begins inside, ends behind the block */
+                       : outside; /* 4: begins inside the block and ends after it */
         if (v == 2 || v == 3) c.src = c.dst = outside;
         CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
         CHECK_MSG(strstr(s->ops->error_text(s->comm), "foreign"), "%s",
                   s->ops->error_text(s->comm));
     }
-    gather_case(s, FSDP_F32, 100, 0, 0); /* nothing was told to the others: the comm goes on */
+    gather_case(s, FSDP_F32, 100, 0, 0); /* the comm still works */
 }
 TEST_P(conformance, memory_of_others_is_refused, backends) { run(row, foreign); }
 
@@ -791,7 +796,7 @@ static void bad_arguments(rank_state *s) {
     c = coll(s, FSDP_OP_ALL_REDUCE, FSDP_I32, "bad");
     c.scale = 0.5;
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_UNSUPPORTED);
-    c.dtype = FSDP_F32; /* count is 0 */
+    c.dtype = FSDP_F32; /* c.count is 0 */
     CHECK_STATUS(s->ops->run(s->comm, &c),
                  s->caps.flags & FSDP_CAP_FUSED_REDUCE ? FSDP_OK : FSDP_ERR_UNSUPPORTED);
     c = coll(s, FSDP_OP_COPY, FSDP_F32, "bad");
@@ -818,7 +823,7 @@ static void disagree(rank_state *s) {
     CHECK_STATUS(one_sum(s, s->comm, odd ? 6 : 5, 10), FSDP_ERR_MISMATCH);
     text = s->ops->error_text(s->comm);
     CHECK_MSG(strstr(text, "unit.3") && strstr(text, "all_reduce"), "%s", text);
-    CHECK_STATUS(one_sum(s, s->comm, 5, 10), FSDP_ERR_MISMATCH); /* sticky */
+    CHECK_STATUS(one_sum(s, s->comm, 5, 10), FSDP_ERR_MISMATCH); /* the failure is permanent */
 }
 TEST_P(conformance, disagreement_is_a_mismatch, backends) { run(row, disagree); }
 
@@ -828,7 +833,7 @@ static void miscount(rank_state *s) {
 }
 TEST_P(conformance, another_count_is_a_mismatch, backends) { run(row, miscount); }
 
-/* A shard that peers read lies at the same place on all ranks. */
+/* Peers read a shard at the same offset on all ranks: another offset is a mismatch. */
 static void misplace(rank_state *s) {
     fsdp_coll c = coll(s, FSDP_OP_ALL_GATHER, FSDP_F32, "gather");
     fsdp_seg seg = {0, 0, 10};
@@ -844,7 +849,7 @@ static void aborted(rank_state *s) {
     h_mark(0);
     if (s->rank == s->world - 1) {
         h_await_marks(0, s->world);
-        w_sleep_ns(20000000); /* most likely the others are asleep */
+        w_sleep_ns(20000000); /* so that the others most likely sleep */
         s->ops->abort(s->comm, FSDP_ERR_CORRUPT, "the data ran out");
         s->ops->abort(s->comm, FSDP_ERR_IO, "too late");
     }
@@ -863,7 +868,7 @@ static void absent(rank_state *s) {
     int64_t start = h_now_ms(), calm = h_calm_ms(), deadline = s->start->timeout_ns / 1000000;
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));
     if (s->world == 1) return;
-    if (s->rank == s->world - 1) { /* does not come, but does not leave either */
+    if (s->rank == s->world - 1) { /* does not take part, but keeps the comm open */
         while (s->ops->poll && !s->ops->poll(s->comm) && h_calm_ms() - calm < 5000)
             w_sleep_ns(5000000);
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_TIMEOUT);
@@ -877,7 +882,7 @@ static void absent(rank_state *s) {
     CHECK_MSG(strstr(s->ops->error_text(s->comm), name), "%s", s->ops->error_text(s->comm));
 }
 TEST_P(conformance, an_absent_rank_is_a_timeout, backends) {
-    /* It is the deadline of open, too, which takes longer over sockets. */
+    /* This is also the deadline of open, which takes longer over sockets. */
     run_with(row, absent, row->ops == fsdp_shm_comm_ops ? 300 : 1500, SMALL_ARENA);
 }
 
@@ -906,7 +911,7 @@ static void counting_free(void *ptr, size_t size, void *user) {
     w_free(ptr, size, user);
 }
 
-static int count_shared_maps(void) { /* of files; the heap may grow as it likes */
+static int count_shared_maps(void) { /* maps of files only: the heap may grow */
     FILE *f = fopen("/proc/self/maps", "r");
     char line[512];
     int n = 0;
@@ -933,12 +938,12 @@ static void cycle_once(int rank, launch *l) {
                 1);
     gather_ints(&s, group, rank, s.world, (int32_t *)(void *)s.src, (int32_t *)(void *)s.dst, 20,
                 2);
-    s.ops->free(s.comm, s.src, 10000); /* the other block goes with the world */
+    s.ops->free(s.comm, s.src, 10000); /* closing the world frees the other block */
     s.ops->close(group);
     s.ops->close(s.comm);
 }
 
-/* Threads of this process; those that are ending get a moment to do so. */
+/* Returns the number of threads of this process. Threads that are ending get a moment to do so. */
 static int settled_threads(int most) {
     int now = h_entries("/proc/self/task");
     for (int i = 0; i < 200 && (now > most || (most == INT_MAX && i < 10)); i++) {
@@ -952,13 +957,13 @@ static void cycles(int rank, int world, void *arg) {
     launch *l = (launch *)arg;
     int descriptors = 0, maps = 0, threads = 0;
     int many = l->row->ops == fsdp_shm_comm_ops || world == 2 ? 100 : 20;
-    if (strstr(l->row->name, "nccl/")) many = 5; /* on a GPU each takes a second */
+    if (strstr(l->row->name, "nccl/")) many = 5; /* each cycle takes a second on a GPU */
     for (int i = 0; i < many; i++) {
         cycle_once(rank, l);
         if (i == 1) descriptors = h_entries("/proc/self/fd"), maps = count_shared_maps();
         if (i == 1) threads = settled_threads(INT_MAX);
     }
-    if (l->row->threads) return; /* the others of this process may still be busy */
+    if (l->row->threads) return; /* other ranks of this process may still be busy */
     CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);
     CHECK(settled_threads(threads) <= threads);
     CHECK_EQ_INT(count_shared_maps(), maps);
@@ -976,7 +981,7 @@ TEST_P(conformance, cycles_leak_nothing, backends) {
     l->threads.size = row->world;
     l->timeout_ns = 30000000000;
     snprintf(l->job, sizeof l->job, "cycles-%d", (int)getpid());
-    if (row->threads) start_ranks(l, first_cycle); /* a driver keeps what it opens in the process */
+    if (row->threads) start_ranks(l, first_cycle); /* a driver keeps descriptors open */
     int descriptors = h_entries("/proc/self/fd");
     start_ranks(l, cycles);
     if (row->threads) CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);

@@ -4,9 +4,9 @@
            -o build/fuzz_store -pthread -lm
        build/fuzz_store -max_len=4096 -max_total_time=600
 
-   An input is a list of steps: what (1 byte), at which connection (1), how much (2, little endian),
-   and as many bytes. tests/backends/test_store.c feeds the same core from a seed, with a model of what it
-   has to answer; this one finds what a seed does not think of.
+   An input is a list of steps: the step's kind (1 byte), a connection (1), a size (2, little
+   endian), and that many bytes. tests/backends/test_store.c feeds the same core from a seed and
+   checks its replies against a model; this target finds inputs that no seed produces.
 
    SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
@@ -42,14 +42,14 @@ static void must(int condition) {
 }
 
 static void feed(state *s, fsdpi_conn *conn, const void *data, size_t size) {
-    char *block = (char *)malloc(size); // of its own: a read beyond it is seen
+    char *block = (char *)malloc(size); // so that a read after its end is detected
     must(!size || block);
     if (size) memcpy(block, data, size);
     if (size) fsdpi_store_core_feed(&s->core, conn, block, size, s->now);
     free(block);
 }
 
-// What the client at the other end would send next, with its tag once it has a key.
+// Feeds the frame that the client would send next, with a tag once the connection has a key.
 static void say(state *s, fsdpi_conn *conn, int op, const uint8_t *key, size_t key_size,
                 const uint8_t *value, size_t value_size) {
     fsdpi_queue out = {NULL, 0, 0, 0};
@@ -63,7 +63,7 @@ static void say(state *s, fsdpi_conn *conn, int op, const uint8_t *key, size_t k
     fsdpi_queue_free(&s->core.allocator, &out);
 }
 
-// The first words of a program that knows the token, then its hello; rank and size are the input's.
+// Feeds the proof of the token, then a hello, whose rank and size come from the input.
 static void hello(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) {
     uint8_t value[FSDPI_STORE_HELLO_BYTES] = {0};
     if (conn->state == FSDPI_CONN_STRANGER)
@@ -74,7 +74,7 @@ static void hello(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) 
     say(s, conn, FSDPI_STORE_HELLO, NULL, 0, value, sizeof value);
 }
 
-// A frame with a right header: first byte the op, second the size of the key.
+// Feeds a frame with a valid header: the first byte is the op, the second the size of the key.
 static void frame(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) {
     if (size < 2) return;
     size_t key_size = data[1] < size - 2 ? data[1] : size - 2;
@@ -82,7 +82,7 @@ static void frame(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) 
         size - 2 - key_size);
 }
 
-// All that the core has to say is whole frames.
+// Checks that the core sends only whole frames.
 static void drain(state *s, fsdpi_conn *conn) {
     fsdpi_frame f;
     int whole;

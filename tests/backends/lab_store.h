@@ -1,5 +1,5 @@
-/* lab_store.h - what the tests of the store share: worlds of clients, a server aside, and frames that
-   are written by hand. After library.c.
+/* lab_store.h - helpers for tests of the store: worlds of clients, a server in a separate process,
+   and frames written by hand. Include it after library.c.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_STORE_H
@@ -21,29 +21,29 @@ enum { AT_HOST, AT_IPV4, AT_IPV6, AT_NAME, AT_FILE, AT_OWN4, AT_OWN6 };
 
 typedef struct {
     int world, threads, timeout_ms, port;
-    char job[64], address[400], own[100]; /* own: what fsdpi_store_address has to be, or "" */
+    char job[64], address[400], own[100]; /* own: expected fsdpi_store_address, or "" */
     fsdp_allocator allocator;
     int pids[RANKS], flags[FLAGS];
-    int64_t when; /* ms: what others are measured from */
+    int64_t when; /* start of a measurement, in ms */
     fsdpi_failure verdicts[RANKS];
-    int up, down, squatter, served_at; /* of a process aside */
-    int num_joined, *joined;           /* how many the store has let in; copies count there too */
+    int up, down, squatter, served_at; /* fields of the separate process */
+    int num_joined, *joined;           /* joined ranks; `joined` points to the counter in use */
     const void *extra;
 } setup;
 
 typedef struct {
     fsdpi_store *store;
     int rank, busy, beats;
-    int *joined; /* of its setup */
+    int *joined; /* counter of its setup */
     uint32_t events;
-    const char *doing; /* what its beats say */
+    const char *doing; /* text of its heartbeats */
     char error[1024];
 } client;
 
-/* The machine may be busy with other things: what should take ms takes this at most. */
+/* Returns the limit for an action that should take `ms`: the machine may be busy. */
 H_FN int slack(int ms) { return W_SLOW ? ms * 5 + 1000 : ms + 400; }
 
-/* The first address of this host that others could reach; 0: there is none. */
+/* Writes this host's first address that other hosts could reach. Returns 0 if there is none. */
 H_FN int own_address(int family, char *out, size_t cap) {
     struct ifaddrs *all = NULL;
     int found = 0;
@@ -54,7 +54,7 @@ H_FN int own_address(int family, char *out, size_t cap) {
         socklen_t size = family == AF_INET ? sizeof(struct sockaddr_in)
                                            : sizeof(struct sockaddr_in6);
         found = !getnameinfo(i->ifa_addr, size, out, (socklen_t)cap, NULL, 0, NI_NUMERICHOST) &&
-                !strchr(out, '%'); /* of one link only */
+                !strchr(out, '%'); /* not an address of one link only */
     }
     freeifaddrs(all);
     return found;
@@ -88,7 +88,7 @@ H_FN int has_ipv6(void) {
     return ok;
 }
 
-/* In memory that forked ranks share. */
+/* Returns a setup in memory that forked ranks share. */
 H_FN setup *make_setup(int at, int world, int threads, int timeout_ms) {
     static const char *const names[] = {"FSDP_TOKEN",
                                         "FSDP_STORE",
@@ -119,8 +119,8 @@ H_FN void run(setup *s, h_rank_fn fn) {
 
 H_FN void await_flag(int *flag, int count);
 
-/* A process beside the ranks, in which fn runs until s->down. Not a thread: a program with threads
-   should not fork, least of all with a sanitizer. Returns when fn says that it is up. */
+/* Runs fn in a separate process until s->down. A thread would not do: a program with threads should
+   not fork, least of all under a sanitizer. Returns once fn has set s->up. */
 H_FN pid_t aside(void (*fn)(setup *s), setup *s) {
     fflush(NULL);
     s->up = s->down = 0;
@@ -143,13 +143,13 @@ H_FN void await_flag(int *flag, int count) {
     while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) < count) usleep(300);
 }
 
-/* Nobody goes on before all of the world are here. For `flag` used once. */
+/* A barrier of the world. Use each flag once. */
 H_FN void gather_at(setup *s, int flag) {
     raise_flag(&s->flags[flag]);
     await_flag(&s->flags[flag], s->world);
 }
 
-/* The first beat comes when the store has let the rank in. */
+/* The first heartbeat is due once the store has let the rank in. */
 H_FN void on_beat(void *user, fsdpi_store_beat *out) {
     client *c = (client *)user;
     if (c->beats++ == 0) raise_flag(c->joined);
@@ -159,7 +159,7 @@ H_FN void on_beat(void *user, fsdpi_store_beat *out) {
     snprintf(out->text, sizeof out->text, "%s", doing ? doing : "");
 }
 
-/* What its beats will say. */
+/* Sets the state that the next heartbeats report. */
 H_FN void does(client *c, int busy, const char *doing) {
     __atomic_store_n(&c->busy, busy, __ATOMIC_SEQ_CST);
     __atomic_store_n(&c->doing, doing, __ATOMIC_SEQ_CST);
@@ -201,7 +201,7 @@ H_FN void says(const char *text, const char *part) {
     CHECK_MSG(strcasestr(text, part), "\"%s\" does not say \"%s\"", text, part);
 }
 
-/* How long since then, on h_calm_ms, at most. */
+/* Checks that at most limit_ms, with slack, have passed since start_ms, on h_calm_ms. */
 H_FN void within(int64_t start_ms, int limit_ms) {
     int64_t took = h_calm_ms() - start_ms;
     CHECK_MSG(took <= slack(limit_ms), "took %lld ms, expected at most %d", (long long)took,
@@ -245,7 +245,7 @@ H_FN void get_text(client *c, const char *key, const char *expected) {
     CHECK_EQ_STR(text, expected);
 }
 
-/* The server goes with rank 0: so nobody goes before all are done. */
+/* The server closes with rank 0: all ranks wait until everyone is done. */
 H_FN void leave(client *c, setup *s, int ranks) {
     raise_flag(&s->flags[FLAGS - 1]);
     await_flag(&s->flags[FLAGS - 1], ranks);
@@ -254,14 +254,15 @@ H_FN void leave(client *c, setup *s, int ranks) {
 
 H_FN int count_fds(void) { return h_entries("/proc/self/fd"); }
 
-/* Only this thread, and perhaps those of a sanitizer. A joined one may be seen a moment more. */
+/* Checks that no thread is left but this one and a sanitizer's. A joined thread may be listed a
+   moment longer. */
 H_FN void no_threads(void) {
-    int most = 2 + 1 + 2 * W_SLOW; /* ., .. and this one */
+    int most = 2 + 1 + 2 * W_SLOW; /* the entries ".", ".." and this thread */
     for (int i = 0; i < 500 && h_entries("/proc/self/task") > most; i++) usleep(1000);
     CHECK_MSG(h_entries("/proc/self/task") <= most, "%d threads", h_entries("/proc/self/task") - 2);
 }
 
-/* Everyone sets, everyone reads all: also what a rank sets only later. */
+/* Each rank sets a key and reads the keys of all, including those that are set later. */
 H_FN void exchange(client *c, int world, const char *what) {
     char key[64], value[64];
     snprintf(key, sizeof key, "%s/%d", what, c->rank);
@@ -310,8 +311,8 @@ H_FN void serves_aside(setup *s) {
 }
 
 /* ---- the wire -------------------------------------------------------------------------------- */
-/* Frames, keys and tags are made here once more, so that a mistake in the library's does not cancel
-   out: of it there is only HMAC, which has test vectors. */
+/* Frames, keys and tags are built here a second time, so that a mistake in the library cannot
+   cancel out. Only HMAC is the library's: it has test vectors. */
 
 enum { HEADER = 24, TAG = 16, NONCE = 32, PROVE_BYTES = NONCE + TAG, HELLO_BYTES = 24 };
 enum {
@@ -334,7 +335,7 @@ enum {
     OP_PROVEN
 };
 
-/* One end of a connection: its two keys, and how many frames went each way. */
+/* One end of a connection: its two keys, and the number of frames in each direction. */
 typedef struct {
     int fd, sealed;
     uint8_t key_out[32], key_in[32];
@@ -366,19 +367,19 @@ H_FN size_t frame(unsigned char *to, int op, uint32_t id, const char *key, const
     return at + key_size + size;
 }
 
-/* The tag of a frame that has none yet, and so its number and key. */
+/* Computes the tag of a frame without one, from the frame's number and the key. */
 H_FN void tag_of(const uint8_t key[32], uint64_t count, const unsigned char *whole, size_t size,
                  uint8_t tag[32]) {
     unsigned char *text = (unsigned char *)malloc(8 + size);
     CHECK(text != NULL);
     number(text, count, 8);
     memcpy(text + 8, whole, size);
-    number(text + 8 + 16, number_at(whole + 16, 8) + TAG, 8); /* with the tag */
+    number(text + 8 + 16, number_at(whole + 16, 8) + TAG, 8); /* includes the tag */
     fsdpi_hmac_sha256(key, 32, text, 8 + size, tag);
     free(text);
 }
 
-/* A tag behind a frame, for which there is room. Returns its new size. */
+/* Appends a tag to a frame, which must have room for it. Returns the new size. */
 H_FN size_t seal(wire *w, unsigned char *whole, size_t size) {
     uint8_t tag[32];
     if (!w->sealed) return size;
@@ -388,13 +389,13 @@ H_FN size_t seal(wire *w, unsigned char *whole, size_t size) {
     return size + TAG;
 }
 
-/* Keys of a connection, of the client's end or of the server's. */
+/* Derives the keys of a connection, for the client's end or the server's. */
 H_FN void make_keys(wire *w, const uint8_t token[32], int is_server, const void *server_nonce,
                     const void *client_nonce) {
     uint8_t own[32], text[8 + 2 * NONCE], keys[2][32];
     fsdpi_hmac_sha256(token, 32, "fsdp store", 10, own);
     for (int of_server = 0; of_server < 2; of_server++) {
-        number(text, 2, 4), number(text + 4, (uint64_t)of_server, 4); /* 2: the version */
+        number(text, 2, 4), number(text + 4, (uint64_t)of_server, 4); /* 2 is the version */
         memcpy(text + 8, server_nonce, NONCE), memcpy(text + 8 + NONCE, client_nonce, NONCE);
         fsdpi_hmac_sha256(own, 32, text, sizeof text, keys[of_server]);
     }
@@ -402,14 +403,14 @@ H_FN void make_keys(wire *w, const uint8_t token[32], int is_server, const void 
     w->sealed = 1, w->out = w->in = 0;
 }
 
-/* A PROVE with these keys: 72 bytes. */
+/* Writes a PROVE that uses these keys: 72 bytes. */
 H_FN size_t prove(wire *w, unsigned char *to, const uint8_t token[32], const void *server_nonce,
                   const void *client_nonce) {
     make_keys(w, token, 0, server_nonce, client_nonce);
     return seal(w, to, frame(to, OP_PROVE, 0, NULL, client_nonce, NONCE));
 }
 
-/* Without a tag. */
+/* Writes a HELLO without a tag. */
 H_FN size_t hello(unsigned char *to, int rank, int size, uint64_t timeout, uint64_t left) {
     unsigned char value[HELLO_BYTES];
     number(value, (uint64_t)(int64_t)rank, 4), number(value + 4, (uint64_t)(int64_t)size, 4);
@@ -433,12 +434,12 @@ H_FN int raw_connect(int port) {
 }
 
 H_FN void raw_send(int fd, const void *data, size_t size) {
-    ssize_t done = 1; /* the other side may be slow, or have closed already */
+    ssize_t done = 1; /* the peer may be slow, or may have closed */
     for (size_t at = 0; at < size && done > 0; at += (size_t)done)
         done = send(fd, (const char *)data + at, size - at, MSG_NOSIGNAL);
 }
 
-/* 1: all of it came. */
+/* Returns 1 if all bytes have arrived. */
 H_FN int raw_read(int fd, void *to, size_t size) {
     for (size_t at = 0; at < size;) {
         ssize_t got = recv(fd, (char *)to + at, size - at, 0);
@@ -448,8 +449,8 @@ H_FN int raw_read(int fd, void *to, size_t size) {
     return 1;
 }
 
-/* The next frame's op, its value cut to what `value` holds; 0: the connection has ended. Checks its
-   tag: a REFUSED to PROVE has none. */
+/* Reads a frame, checks its tag, and cuts its value to `cap`. Returns the op, or 0 if the
+   connection has ended. A REFUSED that replies to PROVE has no tag. */
 H_FN int wire_frame(wire *w, char *value, size_t cap, int *flags) {
     static unsigned char whole[HEADER + 17 * MIB];
     uint8_t tag[32];
@@ -479,14 +480,14 @@ H_FN void wire_send(wire *w, int op, const char *key, const void *value, size_t 
     raw_send(w->fd, out, seal(w, out, frame(out, op, 1, key, value, size)));
 }
 
-/* A connection that has proven that it knows the token of this job, or another one. Returns the
-   answer's op. */
+/* Opens a connection and proves knowledge of the token, for this job or another one. Returns the
+   reply's op. */
 H_FN int raw_prove(wire *w, const setup *s, const char *job) {
     unsigned char nonce[NONCE + 1], mine[NONCE], out[HEADER + PROVE_BYTES];
     uint8_t token[32];
     memset(w, 0, sizeof *w);
     w->fd = -1;
-    for (int i = 0; w->fd < 0 && i < 3000; i++) { /* until there is a server */
+    for (int i = 0; w->fd < 0 && i < 3000; i++) { /* until a server listens */
         w->fd = raw_connect(s->port);
         if (w->fd < 0) usleep(1000);
     }
@@ -498,7 +499,7 @@ H_FN int raw_prove(wire *w, const setup *s, const char *job) {
     return wire_frame(w, NULL, 0, NULL);
 }
 
-/* And has said hello. */
+/* Opens a connection, proves knowledge of the token and sends a HELLO. */
 H_FN void raw_member(wire *w, const setup *s, int rank, int size) {
     unsigned char out[HEADER + HELLO_BYTES + TAG];
     CHECK_EQ_INT(raw_prove(w, s, s->job), OP_PROVEN);

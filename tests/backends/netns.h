@@ -1,8 +1,8 @@
-/* netns.h - hosts for tests: network namespaces of one test, each with an eth0 at 10.77.HOST.2,
-   that reach each other through a router (the test's process, over veth pairs) or through a wire (a
-   process between tun devices that delays, loses and cuts as it is told). No namespace has a name:
-   they end with the processes inside them, however those end. Root and iproute2 are needed. Include
-   it after harness.h.
+/* netns.h - simulated hosts for tests: network namespaces of one test, each with an eth0 at
+   10.77.HOST.2. They reach each other through a router (the test's process, over veth pairs) or
+   through a wire (a process between tun devices that can delay, drop and cut). Namespaces have no
+   names: they end with the processes inside them, however those end. Needs root and iproute2.
+   Include it after harness.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef NETNS_H
@@ -18,7 +18,7 @@ enum { N_HOSTS = 4, N_MTU = 1500, N_QUEUE = 8192 };
 
 static int n_router = -1, n_host[N_HOSTS]; /* descriptors of the namespaces */
 
-/* Runs a command in this process's namespace. Returns 0 when it worked. */
+/* Runs a command in this process's namespace. Returns 0 on success. */
 H_FN H_PRINTF(1, 2) int n_run(const char *format, ...) {
     char command[400];
     va_list args;
@@ -37,7 +37,8 @@ H_FN int n_make(void) {
     return fd;
 }
 
-/* The router and `count` empty hosts; this process is in the router's. NULL, or why not. */
+/* Creates the router and `count` empty hosts, and enters the router's namespace. Returns NULL, or
+   the reason why it cannot. */
 H_FN const char *n_begin(int count) {
     if (geteuid()) return "network namespaces need root";
     if (n_run("ip -V >/dev/null 2>&1")) return "iproute2 is not installed";
@@ -46,8 +47,7 @@ H_FN const char *n_begin(int count) {
     return (n_router = n_make()) < 0 ? "network namespaces are not permitted here" : NULL;
 }
 
-/* A link passes nothing before the kernel has seen that both ends are up, which it does in its own
-   time. Waits for that. */
+/* A link passes nothing until the kernel has seen that both ends are up. Waits for that. */
 H_FN void n_await_link(int host, const char *device) {
     int64_t end = h_now_ms() + 10000;
     if (host >= 0) n_enter(n_host[host]);
@@ -56,7 +56,8 @@ H_FN void n_await_link(int host, const char *device) {
     if (host >= 0) n_enter(n_router);
 }
 
-/* Hosts on veth pairs: v0, v1, ... are the router's ends. NULL, or why there are none. */
+/* Creates hosts on veth pairs: v0, v1, ... are the router's ends. Returns NULL, or the reason why
+   it cannot. */
 H_FN const char *n_hosts(int count) {
     const char *why = n_begin(count);
     if (why) return why;
@@ -85,8 +86,8 @@ H_FN const char *n_hosts(int count) {
 /* ---- a wire that is not perfect -------------------------------------------------------------- */
 
 typedef struct {
-    int delay_us, jitter_us, loss; /* loss: packets of 10,000. Order is kept */
-    int cut[N_HOSTS];              /* 1: nothing comes from this host, 2: nothing reaches it; 3 */
+    int delay_us, jitter_us, loss; /* loss: packets per 10,000. Order is kept */
+    int cut[N_HOSTS];              /* bits: 1: drop packets from this host, 2: drop packets to it */
     int64_t carried, lost;
     int tun[N_HOSTS], count;
     pid_t pid;
@@ -104,12 +105,12 @@ H_FN int64_t n_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Takes one packet from a host to the queue's end. Returns 0: there was none. */
+/* Reads one packet from a host into *p. Returns 0 if there was none. */
 H_FN int n_wire_take(n_wire *w, int from, n_packet *p, uint64_t *random, int64_t *last_due) {
     ssize_t length = read(w->tun[from], p->bytes, sizeof p->bytes);
     int cut_from = __atomic_load_n(&w->cut[from], __ATOMIC_RELAXED) & 1;
     if (length < 20) return 0;
-    p->to = p->bytes[18]; /* 10.77.HOST.2, of an IPv4 header */
+    p->to = p->bytes[18]; /* the host in 10.77.HOST.2, from an IPv4 header */
     p->length = (int)length;
     int lost = p->bytes[0] >> 4 != 4 || p->to >= w->count || cut_from ||
                __atomic_load_n(&w->cut[p->to], __ATOMIC_RELAXED) & 2 ||
@@ -145,7 +146,8 @@ H_FN __attribute__((noreturn)) void n_wire_main(n_wire *w) {
     }
 }
 
-/* Hosts on a wire, which is in memory that this process may change. NULL, or why there are none. */
+/* Creates hosts on a wire; this process may change *w while it runs. Returns NULL, or the reason
+   why it cannot. */
 H_FN const char *n_wires(int count, n_wire *w) {
     const char *why = n_begin(count);
     if (why) return why;

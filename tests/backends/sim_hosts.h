@@ -1,25 +1,27 @@
-/* sim_hosts.h - a few hosts in one process, on a clock and a network of their own: processes,
-   threads, descriptors, sockets, a shared folder, and faults. What runs there is real code whose
-   system calls are renamed to those of this file; all is drawn from one seed, so that a run can be
-   repeated. Include it after the library, and before the code that is to run there.
+/* sim_hosts.h - several hosts simulated in one process, with their own clock and network:
+   processes, threads, descriptors, sockets, a shared folder, and faults. The code under test is
+   real; its system calls are renamed to the functions of this file. Everything random comes from
+   one seed, so that a run can be repeated. Include it after the library, and before the code under
+   test.
 
        os_begin(seed);
        os_proc *p = os_process(host, start_ns, main, arg);   // as many as you like
        os_plan(...);                                         // faults
        os_run();                                             // until all have ended
-       if (os.failed[0]) ...                                 // why not all went well
+       if (os.failed[0]) ...                                 // why the run has failed
        os_end();
 
-   Threads are coroutines: one runs at a time, and another one is chosen at system calls, at locks
-   and at atomic accesses. A call takes a few microseconds of the clock; when nobody can run, the
-   clock goes on to what is next. If nothing is next, that is a hang, and a failure.
+   Threads are coroutines: one runs at a time, and the scheduler may choose another one at system
+   calls, locks and atomic accesses. A call takes a few microseconds of simulated time. When no
+   thread can run, the clock advances to the next event. If there is none, the run hangs, which is a
+   failure.
 
-   What else fails a run: a process that ends with a descriptor, a thread or memory of its own; a
-   socket call that could block; a send that could raise SIGPIPE; a thread that spins.
+   These also fail a run: a process that ends with an open descriptor, a running thread or allocated
+   memory; a socket call that could block; a send that could raise SIGPIPE; a thread that spins.
 
-   Kinds of faults. Some may not change what comes out: latency, calls that do a part of their work
-   or are interrupted, late starts, short stops. The others, of os_plan, make the process that they
-   hit faulty (os_proc.faulty), or both ends of a connection.
+   Some kinds of faults must not change the result: latency, partial and interrupted calls, late
+   starts, short stops. The others, from os_plan, mark the process that they hit as faulty
+   (os_proc.faulty), or both ends of a connection.
 
    SPDX-License-Identifier: MIT */
 #ifndef SIM_HOSTS_H
@@ -47,7 +49,7 @@
 enum { OS_PROCS = 24, OS_TASKS = 64, OS_FDS = 200, OS_HOSTS = 4, OS_FAULTS = 12, OS_FILES = 4 };
 enum { OS_STACK = 512 << 10, OS_SPIN = 30000, OS_STEPS = 4000000, OS_BACKLOG = 64 };
 
-/* Where a fault of a system call can be. */
+/* System calls that a fault can hit. */
 #define OS_SITE_LIST(X)                                                                            \
     X(SOCKET)                                                                                      \
     X(CONNECT) X(BIND) X(LISTEN) X(ACCEPT) X(POLL) X(SEND) X(RECV) X(READ) X(WRITE) X(EVENTFD)     \
@@ -61,7 +63,7 @@ static const char *const os_site_names[] = {
 #define OS_SITE_NAME(name) #name,
     OS_SITE_LIST(OS_SITE_NAME)};
 
-/* What was done to a run, counted. */
+/* Kinds of faults. A run counts the faults of each kind. */
 #define OS_KIND_LIST(X)                                                                            \
     X(part)                                                                                        \
     X(interrupted) X(again) X(late) X(stop) X(long_stop) X(death) X(call) X(memory) X(reset)       \
@@ -74,7 +76,7 @@ static const char *const os_kind_names[] = {
 #define OS_KIND_NAME(name) #name,
     OS_KIND_LIST(OS_KIND_NAME)};
 
-typedef struct { /* of a socket */
+typedef struct { /* address of a socket */
     int family, port;
     uint32_t ip;
     char name[112];
@@ -85,30 +87,30 @@ enum { OS_STREAM, OS_DGRAM, OS_EVENT, OS_DISK };
 typedef struct os_sock {
     struct os_proc *proc; /* NULL: closed, or not accepted yet */
     int id, refs, kind, host, blocking, listening, connecting, connected, shut, is_reset, is_eof;
-    int error, peer; /* peer: id, -1: none */
+    int error, peer; /* peer: id of a socket, or -1 */
     os_address local, remote;
-    char *in;                               /* what has come */
-    size_t size, cap, flying, window;       /* flying: on the way here */
-    int64_t last;                           /* nothing more comes earlier */
-    uint64_t count;                         /* of an eventfd; of a file: where it is read */
-    int file;                               /* its number */
-    int queue[OS_BACKLOG], queued, backlog; /* connections that nobody has accepted */
+    char *in;                               /* received bytes */
+    size_t size, cap, flying, window;       /* flying: bytes under way to this socket */
+    int64_t last;                           /* latest arrival: nothing arrives earlier */
+    uint64_t count;                         /* value of an eventfd; read position of a file */
+    int file;                               /* index in os.files */
+    int queue[OS_BACKLOG], queued, backlog; /* connections that wait for accept */
 } os_sock;
 
 enum { OS_FREE, OS_READY, OS_BLOCKED, OS_DONE };
 typedef struct os_task {
     ucontext_t context;
     char *stack;
-    void *fake; /* of the sanitizer */
+    void *fake; /* fake stack of the sanitizer */
     struct os_proc *proc;
     void *(*start)(void *);
     void *arg;
     int state, polls;
-    int64_t wake, second; /* second: for which calls are counted */
+    int64_t wake, second; /* second: start of the second in which `calls` counts */
     int calls;
-    const uint32_t *word; /* sleeps on it */
-    int joins;            /* the task that it waits for, or -1 */
-    int detached;         /* it frees itself, and may be there when its process ends */
+    const uint32_t *word; /* address that the task sleeps on */
+    int joins;            /* task that it waits for, or -1 */
+    int detached;         /* frees itself; may still run when its process ends */
 } os_task;
 
 typedef struct os_block {
@@ -119,14 +121,14 @@ typedef struct os_block {
 typedef struct os_proc {
     int id, host, used, dead, ended, faulty, touched, exit_code;
     const char *name;
-    int rank;                                       /* for the test: -1: none */
+    int rank;                                       /* for the test; -1: none */
     int64_t start, stopped, stop_sum, died, offset; /* offset: of its clock */
-    int64_t calls, kill_at;                         /* kill_at: at this call; 0: never */
+    int64_t calls, kill_at;                         /* kill_at: in calls; 0: never */
     int site_calls[OS_SITES];
     int first_fd, fd_limit, fds[OS_FDS]; /* socket + 1 */
     os_block blocks;                     /* memory of its allocator, a ring */
     int num_blocks;
-    const char *token, *served; /* its FSDP_TOKEN and FSDP_STORE_SERVED */
+    const char *token, *served; /* values of FSDP_TOKEN and FSDP_STORE_SERVED */
     void *user;
 } os_proc;
 
@@ -140,7 +142,8 @@ typedef struct os_event {
     os_address where;
 } os_event;
 
-/* A planned fault. count: of calls that fail; of a cut: whether it makes its host faulty. */
+/* A planned fault. count: number of calls that fail; for OS_CUT, whether the host becomes faulty.
+   */
 enum { OS_STOP, OS_LONG_STOP, OS_KILL, OS_KILL_CALL, OS_CALL, OS_RESET, OS_CUT, OS_CLOSE };
 typedef struct os_fault {
     int kind, proc, site, nth, count, error;
@@ -150,8 +153,8 @@ typedef struct os_fault {
 static struct {
     uint64_t seed, rng, order, digest;
     int64_t now, limit, cut_until[OS_HOSTS], cut_for[OS_HOSTS];
-    int64_t latency, jitter; /* of other hosts */
-    int parts, interrupts, yields, slow_names;                /* one in so many; 0: never */
+    int64_t latency, jitter; /* ns, between hosts */
+    int parts, interrupts, yields, slow_names;                /* 1 in N calls; 0: never */
     os_task tasks[OS_TASKS];
     os_proc procs[OS_PROCS];
     os_fault faults[OS_FAULTS];
@@ -180,7 +183,7 @@ OS_FN int os_one_in(int n) { return n > 0 && os_rand((uint64_t)n) == 0; }
 OS_FN os_task *os_me(void) { return &os.tasks[os.task]; }
 OS_FN os_proc *os_self(void) { return os_me()->proc; }
 
-/* The first failure is kept. */
+/* Only the first failure is kept. */
 OS_FN H_PRINTF(1, 2) void os_fail(const char *format, ...) {
     va_list args;
     if (os.failed[0]) return;
@@ -210,7 +213,7 @@ OS_FN H_PRINTF(1, 2) void os_say(const char *format, ...) {
 #define OS_ARRIVE(fake, stack, size) (void)0
 #endif
 
-/* Back to the scheduler; returns when this task is chosen again. */
+/* Yields to the scheduler. Returns when this task is chosen again. */
 OS_FN void os_switch(void) {
     os_task *t = os_me();
     OS_LEAVE(&t->fake, os.scheduler_stack, os.scheduler_size);
@@ -230,7 +233,7 @@ OS_FN void os_task_main(void) {
     swapcontext(&t->context, &os.scheduler);
 }
 
-OS_FN os_task *os_task_free(void) { /* NULL: there are too many */
+OS_FN os_task *os_task_free(void) { /* NULL: too many tasks */
     for (int i = 0; i < OS_TASKS; i++)
         if (os.tasks[i].state == OS_FREE) return &os.tasks[i];
     return NULL;
@@ -242,7 +245,7 @@ OS_FN void os_task_begin(os_task *t, os_proc *p, void *(*start)(void *), void *a
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(t->stack != MAP_FAILED);
 #ifdef __SANITIZE_ADDRESS__
-    ASAN_UNPOISON_MEMORY_REGION(t->stack, OS_STACK); /* who had it may have been killed */
+    ASAN_UNPOISON_MEMORY_REGION(t->stack, OS_STACK); /* its last user may have been killed */
 #endif
     t->proc = p, t->start = start, t->arg = arg, t->state = OS_READY;
     t->polls = t->calls = 0, t->second = os.now, t->word = NULL, t->joins = -1, t->fake = NULL;
@@ -266,7 +269,7 @@ OS_FN void os_yield(void) {
     if (os.task >= 0 && os_one_in(os.yields)) os_switch();
 }
 
-OS_FN void os_poke(const os_proc *p) { /* who polls looks again */
+OS_FN void os_poke(const os_proc *p) { /* wakes tasks that poll */
     for (int i = 0; i < OS_TASKS; i++)
         if (os.tasks[i].state == OS_BLOCKED && os.tasks[i].polls && os.tasks[i].proc == p)
             os.tasks[i].state = OS_READY;
@@ -288,7 +291,7 @@ OS_FN void os_blame(os_proc *p, int kind) {
     os.did[kind]++;
 }
 
-/* 1: this call fails as planned, with errno. */
+/* Returns 1, with errno set, if this call fails as planned. */
 OS_FN int os_site(int site) {
     os_proc *p = os_self();
     int nth = p->site_calls[site]++;
@@ -308,7 +311,7 @@ OS_FN int os_site(int site) {
 
 OS_FN void os_kill(os_proc *p, int kind);
 
-/* Every call begins here. */
+/* Starts every system call. */
 OS_FN void os_enter(void) {
     os_task *t = os_me();
     os_proc *p = t->proc;
@@ -327,7 +330,7 @@ OS_FN int os_interrupted(void) {
     return 1;
 }
 
-/* A part of what was asked for. */
+/* Returns `size` or, at random, a part of it. */
 OS_FN size_t os_part(size_t size) {
     if (size < 2 || !os_one_in(os.parts)) return size;
     os.did[OS_DID_part]++;
@@ -371,7 +374,7 @@ OS_FN os_event os_event_take(void) {
     return first;
 }
 
-/* When what a host sends now is there. */
+/* Returns the time at which data that is sent now arrives. */
 OS_FN int64_t os_arrival(int from, int to) {
     int64_t at = os.now + os_between(5000, 40000);
     if (from == to) return at;
@@ -380,7 +383,7 @@ OS_FN int64_t os_arrival(int from, int to) {
     return at + os.latency + (int64_t)os_rand((uint64_t)os.jitter + 1);
 }
 
-/* In the order of a stream. */
+/* Adds an event that arrives in stream order. */
 OS_FN os_event *os_send_to(int kind, os_sock *to, os_sock *from) {
     int64_t at = os_arrival(from->host, to->host);
     if (at < to->last) at = to->last;
@@ -411,7 +414,7 @@ OS_FN void os_sock_reset(os_sock *s) {
     if (s->proc) os_poke(s->proc);
 }
 
-/* The last descriptor of a socket is closed. */
+/* Drops a reference. The last one closes the socket. */
 OS_FN void os_sock_close(os_sock *s) {
     os_sock *peer = os_sock_of(s->peer);
     if (--s->refs > 0) return;
@@ -430,7 +433,7 @@ OS_FN int os_is_own(int host, uint32_t ip) {
     return ip == INADDR_ANY || ip >> 24 == 127 || ip == (uint32_t)(0x0A000001 + host);
 }
 
-/* Which socket listens at an address of a host. */
+/* Returns the socket that listens at an address of a host. */
 OS_FN os_sock *os_listener(int host, const os_address *a) {
     for (int i = 0; i < os.num_socks; i++) {
         os_sock *s = os.socks[i];
@@ -443,13 +446,13 @@ OS_FN os_sock *os_listener(int host, const os_address *a) {
     return NULL;
 }
 
-OS_FN int os_host_of(int from, uint32_t ip) { /* -1: there is none */
+OS_FN int os_host_of(int from, uint32_t ip) { /* -1: there is no such host */
     int host = (int)(ip - 0x0A000001);
     if (ip == INADDR_ANY || ip >> 24 == 127) return from;
     return host >= 0 && host < OS_HOSTS ? host : -1;
 }
 
-/* A connection of c is in the queue of l. */
+/* Adds a connection from c to the queue of l. */
 OS_FN os_sock *os_queue(os_sock *l, os_sock *c, const os_address *where) {
     os_sock *s = os_sock_new(NULL, l->host, OS_STREAM);
     s->connected = 1, s->peer = c->id, s->local = *where, s->remote = c->local;
@@ -465,7 +468,7 @@ OS_FN void os_on_syn(os_event *e) {
     if (!c->proc) return;
     if (!l) {
         (void)os_event_add(os_arrival(host, c->host), OS_REFUSED, c->id, c->id);
-    } else if (l->queued >= l->backlog) { /* the system tries again */
+    } else if (l->queued >= l->backlog) { /* the client's system tries again */
         os_event_add(os.now + OS_S, OS_SYN, c->id, c->id)->where = e->where;
     } else {
         os_sock *s = os_queue(l, c, &e->where);
@@ -477,7 +480,7 @@ OS_FN void os_on_syn(os_event *e) {
 OS_FN void os_on_data(os_sock *s, os_event *e) {
     s->flying -= e->size;
     if (s->is_reset) return;
-    if (!s->refs) { /* nobody is there: the sender learns it */
+    if (!s->refs) { /* the socket is closed: its sender gets a reset */
         if (os_sock_of(e->from)->refs) (void)os_send_to(OS_RST, os_sock_of(e->from), s);
         return;
     }
@@ -546,7 +549,7 @@ OS_FN void os_close_all(os_proc *p) {
     memset(p->fds, 0, sizeof p->fds);
 }
 
-/* As SIGKILL does it. If it is the caller, who never goes on. */
+/* Kills a process, as SIGKILL does. Does not return if the caller is part of it. */
 OS_FN void os_kill(os_proc *p, int kind) {
     if (p->dead) return;
     os_blame(p, kind);
@@ -558,10 +561,10 @@ OS_FN void os_kill(os_proc *p, int kind) {
     os_free_all(p);
 }
 
-/* The end of a process's main thread: exit. Whatever is left is a fault of the library. */
+/* Ends a process when its main thread returns. Anything that is left is a defect of the library. */
 OS_FN void os_exit(int code) {
     os_proc *p = os_self();
-    int open = 0, aside = 0; /* aside: threads that have one block of memory each */
+    int open = 0, aside = 0; /* aside: detached threads, which have one block of memory each */
     for (int fd = 0; fd < OS_FDS; fd++) open += p->fds[fd] != 0;
     for (int i = 0; i < OS_TASKS; i++) {
         os_task *t = &os.tasks[i];
@@ -602,7 +605,7 @@ OS_FN void os_planned(os_fault *f) {
         os.cut_for[p->host] = f->length;
         os.did[OS_DID_cut]++;
         os_say("fault: host %d is cut off for %.3f s", p->host, (double)f->length * 1e-9);
-        for (int i = 0; i < os.num_procs; i++) /* whose peers are elsewhere */
+        for (int i = 0; i < os.num_procs; i++) /* all processes of this host */
             if (os.procs[i].host == p->host && f->count) os.procs[i].faulty = 1;
     }
     for (int i = 0; f->kind == OS_RESET && i < os.num_socks; i++) {
@@ -656,7 +659,7 @@ OS_FN void os_end(void) {
     os.num_socks = os.num_events = 0;
 }
 
-/* When a task can run; INT64_MAX: somebody has to wake it. */
+/* Returns the time at which a task can run, or INT64_MAX if another task must wake it. */
 OS_FN int64_t os_ready_at(const os_task *t) {
     int64_t at = t->state == OS_READY ? os.now : t->state == OS_BLOCKED ? t->wake : INT64_MAX;
     return at < INT64_MAX && t->proc->stopped > at ? t->proc->stopped : at;
@@ -673,7 +676,7 @@ OS_FN void os_resume(int i) {
     os.steps++;
 }
 
-OS_FN void os_reap(void) { /* tasks that are over, of processes that are; others are joined */
+OS_FN void os_reap(void) { /* ended tasks of dead processes; others are joined */
     for (int i = 0; i < OS_TASKS; i++)
         if (os.tasks[i].state == OS_DONE && os.tasks[i].proc->dead) os.tasks[i].state = OS_FREE;
 }
@@ -798,7 +801,7 @@ OS_FN os_address os_address_in(const struct sockaddr *a, socklen_t size) {
 OS_FN void os_address_out(const os_address *from, struct sockaddr *a, socklen_t *size) {
     struct sockaddr_in v4;
     sa_family_t family = (sa_family_t)from->family;
-    if (from->family != AF_INET) { /* with an abstract name, if it has one */
+    if (from->family != AF_INET) { /* a Unix address, whose name may be abstract */
         size_t length = strlen(from->name), head = offsetof(struct sockaddr_un, sun_path);
         memcpy(a, &family, sizeof family);
         memset((char *)a + head, 0, length ? 1 : 0);
@@ -837,7 +840,7 @@ OS_FN int os_listen(int fd, int backlog) {
     os_enter();
     os_sock *s = os_fd(fd);
     if (!s || os_site(OS_LISTEN)) return -1;
-    for (int i = 0; i < os.num_socks; i++) /* both had bound it before either listened */
+    for (int i = 0; i < os.num_socks; i++) /* only one socket of a port may listen */
         if (os.socks[i]->listening && os.socks[i]->host == s->host &&
             os_listener(s->host, &s->local))
             return errno = EADDRINUSE, -1;
@@ -891,7 +894,8 @@ OS_FN int os_accept(int fd, int flags) {
     return got;
 }
 
-/* A call on a connection: if it fails for good, that is the other end's fault as well. */
+/* Returns os_site for a call on a connection. A permanent failure makes the other end faulty as
+   well. */
 OS_FN int os_site_of(int site, const os_sock *s) {
     const os_sock *peer = os_sock_of(s->peer);
     if (!os_site(site)) return 0;
@@ -901,7 +905,7 @@ OS_FN int os_site_of(int site, const os_sock *s) {
 
 OS_FN size_t os_room(const os_sock *s) {
     const os_sock *peer = os_sock_of(s->peer);
-    if (!peer || !peer->refs) return 65536; /* what is sent is lost */
+    if (!peer || !peer->refs) return 65536; /* sent data is lost */
     size_t used = peer->size + peer->flying;
     return used < peer->window ? peer->window - used : 0;
 }
@@ -945,14 +949,15 @@ OS_FN ssize_t os_recv(int fd, void *data, size_t size, int flags) {
     s->size -= some;
     memmove(s->in, s->in + some, s->size);
     os_sock *peer = os_sock_of(s->peer);
-    if (peer && peer->proc) os_poke(peer->proc); /* there is room */
+    if (peer && peer->proc) os_poke(peer->proc); /* the peer has room to send again */
     return (ssize_t)some;
 }
 
 OS_FN ssize_t os_file_read(os_sock *s, void *data, size_t size);
 OS_FN ssize_t os_file_write(const os_sock *s, const void *data, size_t size);
 
-/* On what is no eventfd: so it is after somebody has closed one, and another has its number. */
+/* A read or write of a descriptor that is no eventfd. This may happen only after a planned close,
+   when the number has been reused. */
 OS_FN ssize_t os_astray(const char *call, int fd) {
     if (!os.did[OS_DID_closed]) os_fail("%s of descriptor %d, no eventfd", call, fd);
     errno = EINVAL;
@@ -1194,7 +1199,7 @@ OS_FN void os_free(void *ptr, size_t size, void *user) {
     free(b);
 }
 
-OS_FN int os_file(const char *name) { /* its place, or the first that is free */
+OS_FN int os_file(const char *name) { /* index of the file, or of the first free entry */
     int free_one = 0;
     for (int i = OS_FILES - 1; i >= 0; i--) {
         if (!strcmp(os.files[i].name, name)) return i;
@@ -1261,7 +1266,7 @@ OS_FN int os_unlink(const char *name) {
     return 0;
 }
 
-/* What a name means on a host: node-K, self-K, which is a loopback address on its own host. */
+/* Resolves node-K, and self-K, which is a loopback address on its own host. */
 OS_FN int os_resolve(const char *host, uint32_t *ip) {
     unsigned a, b, c, d;
     int k = strlen(host) == 6 ? host[5] - '0' : -1;
@@ -1274,7 +1279,7 @@ OS_FN int os_resolve(const char *host, uint32_t *ip) {
     return 1;
 }
 
-/* In place of the C library's, under its name: what the store calls by a name of its own. */
+/* Replaces the C library's getaddrinfo, which the store calls through a static function. */
 int getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
                 struct addrinfo **out);
 void freeaddrinfo(struct addrinfo *list);
@@ -1301,7 +1306,7 @@ int getaddrinfo(const char *host, const char *service, const struct addrinfo *hi
 }
 void freeaddrinfo(struct addrinfo *list) { free(list); }
 
-/* From here on the code that is included makes its calls here. */
+/* The code that is included from here on calls the functions of this file. */
 #define socket               os_socket
 #define eventfd              os_eventfd
 #define close                os_close

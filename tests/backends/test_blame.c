@@ -1,6 +1,6 @@
-/* test_blame.c - which ranks are named when members have not come: every state of three other ranks
+/* test_blame.c - which ranks are named as missing: every state of three other ranks
 
-   What is known of a rank comes from a table. SPDX-License-Identifier: MIT */
+   A table stands in for what is known about a rank. SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #define FSDP_STATIC
@@ -11,14 +11,14 @@
 #include "backends/fsdp_comm.h"
 #pragma GCC diagnostic pop
 
-enum { W = 4, WAITS = 2 }; /* busy: not in an operation; in one; WAITS + r: in one, waiting for r */
+enum { W = 4, WAITS = 2 }; /* busy: 0: in no operation, 1: in one, WAITS + r: waits for r */
 enum { STATES = 2 * (W + 1) + 2 };
-#define LONG 9000000000 /* of silence: the deadline is 10 s */
+#define LONG 9000000000 /* silence in ns: almost the deadline of 10 s */
 
 static fsdpi_peer known[W];
-static int counts_signs; /* of life */
+static int counts_signs; /* whether the backend counts signs of life */
 
-/* State s of rank r: each value of busy, heard of and silent; has not joined; is lost. */
+/* Sets rank r to state s: each value of busy, both silent and not; absent; lost. */
 static void set_state(int r, int s) {
     fsdpi_peer *p = &known[r];
     int busy = s % (W + 1);
@@ -44,7 +44,7 @@ static int waits_for(int r) {
     return known[r].state == FSDPI_PEER_JOINED ? known[r].busy - WAITS : -1;
 }
 
-/* Can rank 0 get from `from` to `to` along waits? It waits for those that are missing. */
+/* Returns 1 if a chain of waits leads from `from` to `to`. Rank 0 waits for the missing ranks. */
 static int leads(int from, int to, unsigned missing) {
     unsigned seen = 1u << from;
     for (int turn = 0; turn < W; turn++)
@@ -61,7 +61,7 @@ static void check(const fsdpi_blame *b, unsigned missing) {
         total += b->named[r];
         silent += is_silent(r) && missing >> r & 1;
         if (!b->named[r]) continue;
-        CHECK(r != 0 && leads(0, r, missing)); /* never itself; only who keeps it waiting */
+        CHECK(r != 0 && leads(0, r, missing)); /* not itself; delays rank 0 */
         CHECK(!waits || is_silent(r) || !counts_signs);
     }
     CHECK_EQ_INT(total, b->total);
@@ -72,7 +72,7 @@ static void check(const fsdpi_blame *b, unsigned missing) {
     if (silent) CHECK(b->ring.begin < 0 || total > 0);
     if (b->ring.begin < 0) {
         int unknown =
-            0; /* nobody is named: the trails end where it is not known who is waited for */
+            0; /* none is named: each chain ends at a rank whose wait is unknown */
         for (int r = 1; r < W; r++)
             unknown |= known[r].state == FSDPI_PEER_JOINED && known[r].busy == 1 &&
                        leads(0, r, missing);
@@ -80,7 +80,7 @@ static void check(const fsdpi_blame *b, unsigned missing) {
         return;
     }
     CHECK(counts_signs);
-    for (int i = b->ring.begin; i < b->ring.count; i++) { /* heard of; each waits for the next */
+    for (int i = b->ring.begin; i < b->ring.count; i++) { /* each waits for the next */
         int r = b->ring.ranks[i],
             next = b->ring.ranks[i + 1 < b->ring.count ? i + 1 : b->ring.begin];
         CHECK(!is_silent(r) && (r ? waits_for(r) == next : (int)(missing >> next & 1)));
@@ -120,7 +120,6 @@ TEST(blame, every_state) {
     CHECK(rings > 1000 && named > 10000);
 }
 
-/* The texts of the three outcomes. */
 TEST(blame, texts) {
     fsdpi_comm_world w;
     fsdpi_transport table;
@@ -132,7 +131,8 @@ TEST(blame, texts) {
     fsdpi_text t = {text, sizeof text, 0};
     counts_signs = 1;
     for (int r = 0; r < W; r++) set_state(r, 0);
-    known[1].busy = WAITS + 2, known[2].silent_ns = LONG; /* rank 1 waits for 2, which is silent */
+    /* rank 1 waits for rank 2, which is silent */
+    known[1].busy = WAITS + 2, known[2].silent_ns = LONG;
     snprintf(known[2].host, sizeof known[2].host, "10.0.0.2");
     CHECK_EQ_INT(fsdpi_say_late(&t, &c, missing, "come"), 1);
     CHECK_EQ_STR(
@@ -146,12 +146,13 @@ TEST(blame, texts) {
     CHECK_MSG(!strncmp(text, ring, strlen(ring)) && strstr(text, "MTU") && !strstr(text, "rank 0"),
               "%s", text);
     t.used = 0;
-    known[1].busy = 1; /* it waits, and does not say for whom: there is nobody else to name */
+    known[1].busy = 1; /* it does not say for whom it waits: there is no other rank to name */
     CHECK_EQ_INT(fsdpi_say_late(&t, &c, missing, "come"), 1);
     CHECK_MSG(!strncmp(text, "[E403] rank 1 has not come", 26), "%s", text);
 }
 
-/* A member that waits for a silent rank, and has been silent itself: it is named from half as long on. */
+/* If a rank waits for a silent rank and is silent too, it is named once it has been silent half as
+   long. */
 TEST(blame, half_as_long_silent) {
     fsdpi_comm_world w;
     fsdpi_transport table;
@@ -171,8 +172,8 @@ TEST(blame, half_as_long_silent) {
     }
 }
 
-/* Ranks that wait for each other, without signs of life: the one that has been in its operation for the
-   longest time is stuck, wherever it is in the ring; this rank never is. */
+/* Ranks wait for each other and no signs of life are counted: the rank that has been in its
+   operation for the longest time is named, wherever it is in the ring. This rank never is. */
 TEST(blame, longest_in_a_ring) {
     fsdpi_comm_world w;
     fsdpi_transport table;

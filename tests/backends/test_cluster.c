@@ -1,6 +1,6 @@
-/* test_cluster.c - the ways in which programs of several hosts are started, with programs that are
-   built with the Gloo backend (make gloo): the script of examples/cluster, fsdprun on two nodes,
-   torchrun, mpirun, srun's variables; what they say when something is missing or dies; and that
+/* test_cluster.c - the ways to start programs on several hosts, with programs built with the Gloo
+   backend (make gloo): the script of examples/cluster, fsdprun on two nodes, torchrun, mpirun and
+   srun's variables; the errors when something is missing or a process dies; and that
    docs/cluster.md says the same.
 
    SPDX-License-Identifier: MIT */
@@ -16,7 +16,7 @@ enum { OUTPUT_NBYTES = 1 << 15, RANKS = 4, PROCESSES_MAX = 4 };
 
 typedef struct {
     pid_t pid;
-    char path[400], output[OUTPUT_NBYTES]; /* both streams */
+    char path[400], output[OUTPUT_NBYTES]; /* output: stdout and stderr */
 } process;
 
 static process processes[PROCESSES_MAX];
@@ -30,7 +30,7 @@ static const char *read_output(process *p) {
     return p->output;
 }
 
-/* A shell command in the background. */
+/* Starts a shell command in the background. */
 static H_PRINTF(1, 2) process *start(const char *format, ...) {
     process *p = &processes[num_processes];
     char command[1500];
@@ -53,7 +53,7 @@ static H_PRINTF(1, 2) process *start(const char *format, ...) {
     _exit(127);
 }
 
-/* Its exit status; the output is read. */
+/* Reads the output until the process ends. Returns its exit status. */
 static int finish(process *p) {
     int status = 0;
     CHECK_EQ_INT(waitpid(p->pid, &status, 0), p->pid);
@@ -85,7 +85,8 @@ static const char *build_dir(void) {
     return dir && *dir ? dir : "build";
 }
 
-/* An example that is built with the Gloo backend, which is the one that it uses; skips without. */
+/* Returns an example that is built with the Gloo backend, and selects Gloo. Skips the test without
+   it. */
 static const char *program(const char *name) {
     static char path[400];
     static const char *const others[] = {
@@ -93,7 +94,7 @@ static const char *program(const char *name) {
         "FSDP_JOB_ID", "FSDP_STORE", "FSDP_STORE_SERVED"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) unsetenv(others[i]);
     setenv("FSDP_BACKEND", "gloo", 1);
-    setenv("FSDP_TOKEN", "of the tests", 1); /* else there is a warning */
+    setenv("FSDP_TOKEN", "of the tests", 1); /* without it rank 0 warns */
     setenv("FSDP_TIMEOUT_MS", "20000", 1);
     snprintf(path, sizeof path, "%s/gloo/examples/%s", build_dir(), name);
     if (access(path, X_OK)) SKIP("no examples with the Gloo backend here: make gloo");
@@ -101,7 +102,7 @@ static const char *program(const char *name) {
     return path;
 }
 
-/* What the smallest trainer prints with so many ranks of one host, over shared memory. */
+/* Returns the output of the smallest trainer with `ranks` ranks on one host, over shared memory. */
 static const char *on_one_host(int ranks) {
     process *p = start("FSDP_BACKEND=shm tools/fsdprun -n %d %s", ranks, program("01_hello"));
     CHECK_EQ_INT(finish(p), 0);
@@ -127,7 +128,7 @@ static const char *read_document(const char *path) {
     return document;
 }
 
-/* Its commands are those of the document, in that order. */
+/* The script runs the commands of docs/cluster.md, in its order. */
 TEST(cluster, two_hosts) {
     const char *at = read_document("docs/cluster.md");
     int commands = 0;
@@ -136,7 +137,7 @@ TEST(cluster, two_hosts) {
     if (status == 77) SKIP(p->output);
     CHECK_EQ_INT(status, 0);
     says(p, "two_hosts: the same losses as on one host\n");
-    cpu_set_t cores; /* each of the two "hosts" has all of them for its two ranks */
+    cpu_set_t cores; /* both "hosts" have all cores, for two ranks each */
     CHECK_EQ_INT(sched_getaffinity(0, sizeof cores, &cores), 0);
     says(p, CPU_COUNT(&cores) < 4
                 ? "collectives run in a worker thread, as ranks are on several hosts\n"
@@ -151,9 +152,10 @@ TEST(cluster, two_hosts) {
     CHECK_EQ_INT(commands, 5);
 }
 
-/* One host is one, whoever shares memory with whom: there is no wire to wait for. */
+/* Ranks of one host run collectives inline, however they are grouped: there is no network to wait
+   for. */
 static const struct {
-    const char *name, *variable, *as; /* of all nodes; of node 1 alone */
+    const char *name, *variable, *as; /* variable: for all nodes; as: for node 1 only */
 } runs_inline[] = {{"near", "FSDP_LANES=", ""},
                    {"alone", "FSDP_GLOO_NEAR=1", ""},
                    {"pairs", "FSDP_GLOO_NEAR=2", ""},
@@ -181,7 +183,7 @@ TEST_P(cluster, fsdprun, nodes) {
     const int port = h_free_port();
     process *p[PROCESSES_MAX];
     if (strchr(row->host, '[') && access("/proc/net/if_inet6", F_OK)) SKIP("no IPv6 here");
-    for (int k = row->nodes - 1; k >= 0; k--) /* the first one comes last */
+    for (int k = row->nodes - 1; k >= 0; k--) /* node 0 starts last */
         p[k] = start("exec tools/fsdprun -n %d --nnodes %d --node-rank %d --master %s:%d %s",
                      row->ranks, row->nodes, k, row->host, port, hello);
     for (int k = 0; k < row->nodes; k++) {
@@ -190,7 +192,6 @@ TEST_P(cluster, fsdprun, nodes) {
     }
 }
 
-/* Without a secret the job runs, and its rank 0 warns. */
 TEST(cluster, no_secret) {
     static const char warning[] = "this job has no secret", step[] = "step 200  loss ";
     const char *hello = program("01_hello");
@@ -207,7 +208,7 @@ TEST(cluster, no_secret) {
     CHECK_EQ_STR(p[1]->output, "");
 }
 
-/* What hello says in torchrun's output, which has words of its own. */
+/* Returns the lines of 01_hello in the output of torchrun, which prints lines of its own. */
 static const char *hellos(process *p) {
     char *to = p->output;
     for (char *line = strtok(p->output, "\n"); line; line = strtok(NULL, "\n")) {
@@ -244,7 +245,7 @@ TEST_P(long_cluster, torchrun, torchruns, NIGHT) {
     }
 }
 
-/* torchrun starts all ranks again when one has failed: the two incarnations do not meet. */
+/* torchrun restarts all ranks when one has failed: the two incarnations do not meet. */
 TEST(long_cluster, torchrun_restarts, NIGHT) {
     const char *hello = program("01_hello");
     if (!has("torchrun")) SKIP("no torchrun here: pip install torch");
@@ -257,10 +258,10 @@ TEST(long_cluster, torchrun_restarts, NIGHT) {
     CHECK_EQ_STR(hellos(p), expected);
 }
 
-/* ---- a real Slurm, and mpirun across hosts ----------------------------------------------------- */
+/* ---- a real Slurm, and mpirun across hosts --------------------------------------------------- */
 
-/* Runs a script of bash in the lab of three hosts, on n1, where $HELLO is the smallest trainer and
-   $DIR a directory of this test. Returns the ended process, whose exit status is 0. */
+/* Runs a bash script on n1 of the lab with three hosts. $HELLO is the smallest trainer and $DIR a
+   directory of this test. Returns the ended process; its exit status is 0. */
 static process *in_lab(const char *script) {
     setenv("HELLO", program("01_hello"), 1);
     setenv("DIR", h_tmpdir(), 1);
@@ -282,7 +283,7 @@ static process *in_lab(const char *script) {
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; "                           \
     "mpirun=\"mpirun.openmpi --mca plm_rsh_agent rsh -x MASTER_ADDR=n1 -x MASTER_PORT=29500\"; "
 
-/* Four ranks that print what four of one host print. */
+/* Four ranks in Slurm print the same as four on one host. */
 static const struct {
     const char *name, *script;
 } in_slurm[] = {
@@ -295,7 +296,7 @@ static const struct {
     {"cyclic", "srun -N2 -n4 -m cyclic $HELLO"},
     {"other_hosts", "srun -w n3,n2 -N2 -n4 $HELLO"},
     {"no_environment", "srun --export=FSDP_BACKEND,FSDP_TOKEN -N2 -n4 $HELLO"},
-    /* rank 0 is not on the first host of the list */
+    /* rank 0 does not run on the first host of the list */
     {"arbitrary", "printf '%s\\n' n3 n1 n2 n1 >$DIR/hosts; "
                   "SLURM_HOSTFILE=$DIR/hosts srun -m arbitrary -n4 $HELLO"},
     {"arbitrary_on_the_first", "printf '%s\\n' n1 n2 n1 n2 >$DIR/hosts; "
@@ -312,7 +313,7 @@ TEST_P(long_cluster, slurm, in_slurm, SECONDS(180) | NIGHT) {
     CHECK_EQ_STR(hellos(in_lab(row->script)), expected);
 }
 
-/* Steps of one allocation have names and ports of their own. */
+/* Steps of one allocation have different names and ports. */
 TEST(long_cluster, slurm_steps_at_once, SECONDS(180) | NIGHT) {
     char expected[OUTPUT_NBYTES];
     snprintf(expected, sizeof expected, "%s", on_one_host(2));
@@ -323,8 +324,8 @@ TEST(long_cluster, slurm_steps_at_once, SECONDS(180) | NIGHT) {
     CHECK_EQ_STR(hellos(p), expected);
 }
 
-/* A job that is requeued has its numbers and ports again. A rank that is left from the start before,
-   here with the environment that it had, does not get in. */
+/* A job that is requeued has the same numbers and ports as before. A rank that is left from the
+   first start, here simulated by its environment, is not let in. */
 TEST(long_cluster, slurm_requeue, SECONDS(180) | NIGHT) {
     char expected[OUTPUT_NBYTES];
     snprintf(expected, sizeof expected, "%s", on_one_host(2));
@@ -348,7 +349,7 @@ TEST(long_cluster, slurm_requeue, SECONDS(180) | NIGHT) {
     CHECK_EQ_STR(hellos(p), expected);
 }
 
-/* What ranks of MPICH say when nothing names their job, and then, when nothing names their host. */
+/* Errors of ranks of MPICH when nothing names their job, and then when nothing names their host. */
 TEST(long_cluster, slurm_lab_mpich_says_what_to_set, SECONDS(180) | NIGHT) {
     process *p = in_lab(MPICH "$HELLO && exit 1; " MPICH
                               "-genv FSDP_JOB_ID mine $HELLO && exit 1; :");
@@ -361,7 +362,7 @@ TEST(long_cluster, slurm_lab_mpich_says_what_to_set, SECONDS(180) | NIGHT) {
 static void need_open_mpi(void) {
     if (system("mpirun --version 2>/dev/null | grep -q 'Open MPI'"))
         SKIP("no mpirun of Open MPI here: apt-get install openmpi-bin");
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1); /* and with more ranks than cores */
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1); /* allows root, and more ranks than cores */
     setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
     setenv("OMPI_MCA_rmaps_base_oversubscribe", "1", 1);
     setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe", 1);
@@ -382,7 +383,7 @@ TEST_P(cluster, mpirun, mpiruns) {
     CHECK_EQ_STR(p->output, expected);
 }
 
-/* What launchers that are not here set: for two ranks on two hosts. */
+/* Variables that launchers set which are not installed here: for two ranks on two hosts. */
 static const struct {
     const char *name, *variables;
 } variables[] = {
@@ -406,7 +407,7 @@ TEST_P(cluster, variables, variables) {
     }
 }
 
-/* The first free port is the other job's: each rank finds its own. */
+/* The first free port belongs to the other job: each rank finds its own job. */
 TEST(cluster, two_jobs_on_one_port) {
     const char *hello = program("01_hello"), *expected = on_one_host(2);
     const int port = h_free_port();
@@ -415,7 +416,7 @@ TEST(cluster, two_jobs_on_one_port) {
         p[k] = start("exec tools/fsdprun -n 2 --nnodes 1 --master 127.0.0.1:%d --job %c "
                      "sh -c 'echo ready; while ! test -e %s/go; do sleep 0.02; done; exec %s'",
                      port, "ab"[k], h_tmpdir(), hello);
-    for (int k = 0; k < 2; k++) wait_for(p[k], "ready", 2); /* both serve */
+    for (int k = 0; k < 2; k++) wait_for(p[k], "ready", 2); /* both serve a store */
     CHECK_EQ_INT(finish(start("touch %s/go", h_tmpdir())), 0);
     for (int k = 0; k < 2; k++) {
         CHECK_EQ_INT(finish(p[k]), 0);
@@ -425,7 +426,7 @@ TEST(cluster, two_jobs_on_one_port) {
     CHECK_EQ_INT(!strstr(p[0]->output, taken) + !strstr(p[1]->output, taken), 1);
 }
 
-/* Nothing is written to /tmp or /dev/shm. */
+/* Runs with full /tmp and /dev/shm: nothing is written there. */
 static const struct { const char *name; } backends[] = {{"shm"}, {"gloo"}};
 TEST_P(cluster, full_disks, backends) {
     const char *hello = program("01_hello"), *expected = on_one_host(3);
@@ -443,12 +444,13 @@ TEST_P(cluster, full_disks, backends) {
     CHECK_EQ_STR(p->output, expected);
 }
 
-/* ---- something is missing ---------------------------------------------------------------------- */
+/* ---- something is missing -------------------------------------------------------------------- */
 
-/* Two nodes of one rank each, with options or variables of their own; a NULL one does not come. */
+/* Two nodes with one rank each, with different options or variables. NULL: the node does not start.
+   */
 static const struct {
     const char *name, *node_0, *node_1;
-    const char *texts[2]; /* of node 0 and node 1 */
+    const char *texts[2]; /* expected on node 0 and node 1 */
 } missing[] = {
     {"node_1",
      "",
@@ -486,7 +488,7 @@ TEST_P(cluster, missing, missing) {
     CHECK(h_now_ms() - begin < 6000);
 }
 
-/* mpirun has put ranks on several hosts, and nobody says where rank 0 is. */
+/* mpirun has placed ranks on several hosts, and nothing says where rank 0 is. */
 TEST(cluster, missing_master) {
     const char *hello = program("01_hello");
     need_open_mpi();
@@ -495,12 +497,12 @@ TEST(cluster, missing_master) {
     says(p, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500");
 }
 
-/* ---- somebody dies ----------------------------------------------------------------------------- */
+/* ---- a process dies -------------------------------------------------------------------------- */
 
 typedef struct {
     const char *name;
-    int rank, launcher;    /* who is killed: a rank, or with -1 the launcher of a node */
-    const char *others[2]; /* what the two nodes say; NULL: nothing is left to say it */
+    int rank, launcher;    /* the process that is killed: a rank, or if -1 the launcher of a node */
+    const char *others[2]; /* texts of the two nodes; NULL: none is left to print it */
 } death;
 static const death deaths[] = {
     {"rank_3", 3, 0, {"rank 3 has died", "rank 3 (process "}},
@@ -518,7 +520,7 @@ TEST_P(cluster, death, deaths) {
                      "sh -c 'echo rank $RANK is process $$.; exec %s --data fsdp.h --layers 1 "
                      "--heads 1 --channels 16 --context 16 --batch 4 --sample 0 --steps 1000000'",
                      k, port, gpt);
-    wait_for(p[0], "step  ", 2); /* in the middle of its training */
+    wait_for(p[0], "step  ", 2); /* training has started */
     char text[64];
     snprintf(text, sizeof text, "rank %d is process ", row->rank);
     pid_t victim = p[row->launcher]->pid;
@@ -540,23 +542,23 @@ TEST_P(cluster, death, deaths) {
     CHECK(h_now_ms() - begin < 5000);
 }
 
-/* ---- what the document says of it ------------------------------------------------------------- */
+/* ---- what the document says of it ------------------------------------------------------------ */
 
-/* Its lines that build and start a program, in a directory beside copies of the sources. */
+/* Runs the document's lines that build and start a program, in a directory with copies of the
+   sources. */
 TEST(long_cluster, build_of_the_document, SECONDS(120) | NIGHT) {
     const char *at = strstr(read_document("docs/cluster.md"), "\nc++ ");
     const char *end = at ? strstr(at, "\n```") : NULL;
-    (void)program("01_hello"); /* there is a Gloo to build with */
+    (void)program("01_hello"); /* skips if there is no Gloo to build with */
     CHECK(at && end);
-    unsetenv("FSDP_BACKEND"); /* it is the only one */
+    unsetenv("FSDP_BACKEND"); /* the build has one backend only */
     process *p = start("set -e; cp -r fsdp*.h src backends examples tools %s; cd %s%.*s",
                        h_tmpdir(), h_tmpdir(), (int)(end - at), at);
     CHECK_EQ_INT(finish(p), 0);
     CHECK_EQ_STR(p->output, on_one_host(2));
 }
 
-/* Without blanks and quotes, so that strings that are written in pieces become one. Returns the
-   end. */
+/* Removes blanks and quotes, so that strings in pieces become one. Returns the end. */
 static char *squeeze(char *to, const char *from, const char *end) {
     for (; from < end; from++)
         if (!isspace((unsigned char)*from) && *from != '"') *to++ = *from;
@@ -564,7 +566,8 @@ static char *squeeze(char *to, const char *from, const char *end) {
     return to;
 }
 
-/* Every text of its table of errors stands in a source; "..." in it is what differs. */
+/* Each error text in the document's table appears in a source; "..." stands for the parts that
+   vary. */
 TEST(cluster, errors_of_the_document) {
     static const char *const paths[] = {"backends/fsdp_store.h", "backends/fsdp_comm.h",
                                         "backends/fsdp_signature.h", "src/core/launch.h",
@@ -584,7 +587,7 @@ TEST(cluster, errors_of_the_document) {
     CHECK(at != NULL);
     for (; (at = strstr(at, "\n| `")) != NULL && at < strstr(document, "## Deadlines"); rows++) {
         const char *end = strchr(at += 4, '`');
-        if (!strncmp(at, "Connection ", 11)) continue; /* words of the system */
+        if (!strncmp(at, "Connection ", 11)) continue; /* an error text of the system */
         while (at < end) {
             char piece[300];
             const char *dots = strstr(at, "..."), *stop = dots && dots < end ? dots : end;

@@ -1,13 +1,13 @@
-/* test_cuda_kernels.c - the kernels of backends/fsdp_cuda.cu against the code of the CPU, bit by
-   bit, and the arithmetic of their indices with sizes that no memory has.
+/* test_cuda_kernels.c - the kernels of backends/fsdp_cuda.cu compared with the CPU code, bit by
+   bit, and their index arithmetic with sizes that exceed any memory.
 
-   Without a GPU, the kernels being loops (B: a directory for objects):
+   Without a GPU, where kernels are loops (B: a directory for objects):
        g++ -x c++ -std=c++11 -O2 -ffp-contract=off -Itests/stubs -c backends/fsdp_cuda.cu -o $B/cu.o
        for f in stub_cuda stub_nccl; do
            gcc -std=c99 -O2 -I. -Itests/stubs -c tests/stubs/$f.c -o $B/$f.o; done
        gcc -std=c99 -O2 -I. -Itests -Itests/stubs -o $B/test_cuda_kernels \
            tests/backends/test_cuda_kernels.c $B/cu.o $B/stub_cuda.o $B/stub_nccl.o -lstdc++ -pthread -lm
-   On a GPU, where all memory is pinned so that both sides see it:
+   On a GPU, where all memory is pinned so that host and device can read it:
        nvcc -O3 -arch=native -c backends/fsdp_cuda.cu -o $B/cu.o
        gcc -std=c99 -O2 -I. -Itests -I$CUDA_HOME/include -o $B/test_cuda_kernels \
            tests/backends/test_cuda_kernels.c $B/cu.o -L$CUDA_HOME/lib64 -lcudart -lstdc++ -pthread -lm
@@ -24,12 +24,12 @@
 #include "stubs/stub.h"
 #endif
 
-enum { ROOM = 1 << 14, PAGE = 4096 }; /* bytes of each side of a copy */
+enum { ROOM = 1 << 14, PAGE = 4096 }; /* ROOM: bytes on each side of a copy */
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
 
 /* ---- memory and numbers ---------------------------------------------------------------------- */
 
-/* Where the kernels are emulated, an access behind the end is a fault. */
+/* Returns memory. Where the kernels are emulated, an access after its end faults. */
 static void *memory(size_t nbytes) {
     void *ptr = NULL;
 #ifdef FSDP_CUDA_EMULATION
@@ -60,8 +60,8 @@ static double load(const void *at, size_t i, fsdp_dtype dtype) {
     return x;
 }
 
-/* Bit patterns that are special in one of the types, or halfway between two numbers of a smaller
-   one; in f64 and f32. */
+/* Bit patterns that are special in one dtype, or halfway between two numbers of a smaller one; in
+   f64 and f32. */
 static const uint64_t special64[] = {
     0x0000000000000000u, 0x8000000000000000u, 0x0000000000000001u, 0x800FFFFFFFFFFFFFu,
     0x7FF0000000000000u, 0xFFF0000000000000u, 0x7FEFFFFFFFFFFFFFu, 0x3FF0000010000000u,
@@ -78,9 +78,10 @@ static const uint32_t special32[] = {
 static const uint16_t special16[] = {0x0000, 0x8000, 0x0001, 0x83FF, 0x7C00, 0xFC00,
                                      0x7BFF, 0x7C01, 0x7E00, 0xFD23, 0x7F80, 0xFF80,
                                      0x7F81, 0x7FC0, 0xFFA1, 0x7FFF};
-enum { NANS64 = 4, NANS32 = 4 }; /* the last ones */
+enum { NANS64 = 4, NANS32 = 4 }; /* number of NaNs at the end of each table */
 
-/* Numbers of all sorts. With nans 0 none is a NaN: of two, which one comes out is not defined. */
+/* Fills with numbers of all kinds. With nans == 0 there is no NaN: if an operation has two, its
+   result is either. */
 static void fill(void *at, fsdp_dtype dtype, size_t count, int nans, uint64_t *seed) {
     size_t size = fsdp_dtype_size(dtype), n64 = sizeof special64 / sizeof *special64,
            n32 = sizeof special32 / sizeof *special32, n16 = sizeof special16 / sizeof *special16;
@@ -95,7 +96,7 @@ static void fill(void *at, fsdp_dtype dtype, size_t count, int nans, uint64_t *s
         if ((r & 3) == 1 && size == 8) u = special64[u % (n64 - (nans ? 0 : NANS64))];
         else if ((r & 3) == 1 && size == 4) u = special32[u % (n32 - (nans ? 0 : NANS32))];
         else if ((r & 3) == 1 && size == 2) u = special16[u % n16];
-        memcpy(to, &u, size); /* little endian */
+        memcpy(to, &u, size); /* requires little endian */
         if (nans || !fsdp_dtype_is_float(dtype)) continue;
         if (h_non_finite(load(at, i, dtype)) == 2) store(at, i, dtype, 1);
     }
@@ -103,7 +104,7 @@ static void fill(void *at, fsdp_dtype dtype, size_t count, int nans, uint64_t *s
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* What the CPU does. */
+/* Copies as the CPU does. */
 static void host_copy(void *dst, fsdp_dtype out, const void *src, fsdp_dtype in,
                       const fsdp_block *blocks, uint32_t num, double scale, int accumulate) {
     fsdp_op op;
@@ -115,7 +116,7 @@ static void host_copy(void *dst, fsdp_dtype out, const void *src, fsdp_dtype in,
     CHECK_OK(fsdpi_host_copy(NULL, NULL, &op));
 }
 
-/* The same without any loop in common: one element at a time, one row and column at a time. */
+/* Copies without the library's loops: one element at a time, one row and column at a time. */
 static void slow_copy(void *dst, fsdp_dtype out, const void *src, fsdp_dtype in,
                       const fsdp_block *blocks, uint32_t num, double scale, int accumulate) {
     for (const fsdp_block *b = blocks; b < blocks + num; b++)
@@ -143,7 +144,8 @@ static copying copying_new(fsdp_dtype in, fsdp_dtype out) {
     return c;
 }
 
-/* Both do the list; everything in dst is compared. at_end: src and dst end where memory does. */
+/* Runs a list on both sides and compares all of dst. at_end: src and dst end where their memory
+   ends. */
 static void compare(const copying *c, const fsdp_block *blocks, uint32_t num, int at_end,
                     const char *old) {
     int64_t last_src = 0, last_dst = 0;
@@ -176,8 +178,8 @@ static void compare(const copying *c, const fsdp_block *blocks, uint32_t num, in
 
 static const double scales[] = {1, 0.5, 1.0 / 3, -3.7, 0, 1e-40, 1 + 1e-12, 1e30, HUGE_VAL};
 
-/* Rows of every width at every pair of offsets; how many rows, pitches, scale and accumulate vary.
-   num_scales 1: bytes are copied. */
+/* Rows of every width at every pair of offsets. Row count, pitches, scale and accumulate vary.
+   num_scales == 1: a copy of bytes. */
 static void every_row(fsdp_dtype in, fsdp_dtype out, size_t num_scales) {
     uint64_t seed = h_seed() * 1000 + (uint64_t)(in * 10 + out);
     copying c = copying_new(in, out);
@@ -212,7 +214,7 @@ TEST(copy, every_row_of_bytes) {
     for (fsdp_dtype d = 1; d < FSDP_DTYPE_COUNT; d++) every_row(d, d, 1);
 }
 
-/* A list of blocks that do not overlap in dst, all of them somewhere else in src. */
+/* Fills in a list of blocks that do not overlap in dst, at other offsets in src. */
 static uint32_t random_list(fsdp_block *blocks, uint32_t num, int64_t room_src, int64_t room_dst,
                             uint64_t *seed) {
     int64_t dst = (int64_t)(h_rand64(seed) % 5);
@@ -276,8 +278,8 @@ TEST(copy, in_place) {
     }
 }
 
-/* What fsdp.h promises where `pow` gives the root of a norm, whose last bits differ from processor to
-   processor: relative, and for the smallest numbers of the dtype. */
+/* Returns 1 if x and y differ by at most the error that fsdp.h states for norms that use `pow`,
+   whose last bits depend on the processor: relative, or the smallest number of the dtype. */
 static int nearly(double x, double y, fsdp_dtype dtype) {
     const double units[] = {0x1p-22, 0x1p-49, 0x1p-10, 0x1p-7},
                  least[] = {0x1p-149, 0x1p-1074, 0x1p-24, 0x1p-133};
@@ -295,8 +297,9 @@ static void check_clipped(const copying *c, int is_near) {
     if (!is_near) CHECK_EQ_MEM(c->dst, c->expected, ROOM);
 }
 
-/* What clipping does: the factor comes from memory. Norms that need none or are no numbers, too. If
-   the root is a power, the device gets the next larger sum, as if its `pow` had erred. */
+/* Clips with a factor that is computed from memory, also for norms that are small enough or not
+   finite. If the norm uses `pow`, the device gets the next larger sum, as if its `pow` had erred.
+   */
 TEST(copy, clipped) {
     static const double powers[] = {2, 1, 3, 0.5, HUGE_VAL},
                         sums[] = {0, 1e-3, 0.999998, 1, 2, 3.7, 1e30, HUGE_VAL, (double)NAN};
@@ -331,7 +334,7 @@ TEST(copy, clipped) {
             left_alone += num == 60 && !memcmp(c.expected, c.dst, ROOM);
             if (is_power) *sum = nextafter(*sum, HUGE_VAL);
             finish(fsdp_cuda_clip(NULL, c.dst, c.in, blocks, num, op.scale, op.norm_type, sum));
-            for (size_t i = 0; n % 9 == 8 && i < ROOM / size; i++) /* which NaN is not defined */
+            for (size_t i = 0; n % 9 == 8 && i < ROOM / size; i++) /* any NaN will do */
                 if (h_non_finite(load(c.dst, i, c.in)) == 2 &&
                     h_non_finite(load(c.expected, i, c.in)) == 2)
                     store(c.dst, i, c.in, 0), store(c.expected, i, c.in, 0);
@@ -342,7 +345,8 @@ TEST(copy, clipped) {
     CHECK_MSG(left_alone > 4 * 30 && left_alone < 4 * 60, "%d", left_alone);
 }
 
-/* More tiles than thread blocks; rows of one and of three elements; large rows with ends. */
+/* More tiles than thread blocks: rows of one and three elements, and large rows with unaligned
+   ends. */
 TEST(copy, many_tiles, AT_NIGHT(STUB_ASAN)) {
     const int64_t count = 17 * 1024 * 1024 + 321;
     uint8_t *src = (uint8_t *)memory((size_t)count + 64),
@@ -382,9 +386,9 @@ TEST(copy, what_it_refuses) {
 }
 
 #ifdef FSDP_CUDA_EMULATION
-/* Rows that lie gigabytes apart, in memory that is never there as a whole. */
+/* Rows that lie gigabytes apart. Most of the memory is never touched. */
 TEST(copy, far_apart) {
-    const int64_t far = ((int64_t)1 << 31) + 24; /* elements */
+    const int64_t far = ((int64_t)1 << 31) + 24; /* pitch in elements */
     const size_t nbytes = (size_t)far * 4 * 3 + PAGE;
     float *src = (float *)memory(nbytes), *dst = (float *)memory(nbytes);
     fsdp_block b = {3, 1, 21, 3, far, far + 2};
@@ -411,7 +415,7 @@ TEST(launch, errors_are_returned) {
     stub_fail("launch", 1, cudaErrorInvalidValue);
     CHECK_EQ_INT(fsdp_cuda_copy(NULL, c.dst, FSDP_BF16, c.src, FSDP_F32, b, 1, 1, 0),
                  cudaErrorInvalidValue);
-    /* Nothing to do: nothing is launched. */
+    /* Empty calls launch nothing. */
     int64_t before = stub_count("launch");
     fsdp_update none;
     memset(&none, 0, sizeof none);
@@ -425,7 +429,7 @@ TEST(launch, errors_are_returned) {
 
 /* ---- norms ----------------------------------------------------------------------------------- */
 
-/* Guarded by NaN patterns, which would show in the result or behind the end. */
+/* Returns a norm from the device. NaNs around the partial results would show in the result. */
 static double norm(const void *src, fsdp_dtype dtype, const fsdp_block *blocks, uint32_t num,
                    double p, int in_pairs, int accumulate, double start) {
     static double *out;
@@ -468,7 +472,7 @@ static const struct {
              {"p=0.5", 0.5, 0},   {"max", HUGE_VAL, 0}, {"p=2/pairs", 2, 1},
              {"p=1/pairs", 1, 1}, {"p=3/pairs", 3, 1},  {"max/pairs", HUGE_VAL, 1}};
 
-/* Against the sum in the order of elements, and the same bits wherever the elements lie. */
+/* Compares with a sum in element order. The bits do not depend on the elements' alignment. */
 TEST_P(norm, of_one_block, norms) {
     static const int64_t counts[] = {0,    1,    2,    3,    7,     8,     9,     63,   255,
                                      1000, 2048, 4097, 8191, 16383, 16384, 16385, 70001};
@@ -491,8 +495,8 @@ TEST_P(norm, of_one_block, norms) {
     }
 }
 
-/* The same bits with a driver whose launches take few runs, as one row or as rows without gaps or
-   with; and close to the sum of what two calls find. */
+/* The bits do not depend on a driver that limits the size of launches, nor on whether elements lie
+   in one row or in rows with gaps. Two calls that accumulate come close to one. */
 TEST_P(norm, of_lists, norms) {
     static const uint32_t nums[] = {0, 1, 2, 24, 25, 453, 454, 600};
     static fsdp_block blocks[600], rows[600];
@@ -533,7 +537,7 @@ TEST_P(norm, of_lists, norms) {
     }
 }
 
-/* A NaN is the largest; where there is none, an infinity. Sums have a NaN or an infinity, too. */
+/* With a NaN the maximum is NaN; otherwise an infinity is. Sums are not finite either. */
 TEST(norm, not_finite) {
     char *values = (char *)memory(8 * 10000);
     fsdp_block b = {0, 0, 10000, 1, 0, 0};
@@ -554,7 +558,7 @@ TEST(norm, not_finite) {
         }
 }
 
-/* More tiles than thread blocks: one row again and again. */
+/* More tiles than thread blocks: one row, many times. */
 TEST(norm, many_tiles, AT_NIGHT(STUB_ASAN)) {
     char *values = (char *)memory(8 * 8192);
     fsdp_block b = {0, 0, 8191, 16384 + 77, 0, 0};
@@ -566,8 +570,8 @@ TEST(norm, many_tiles, AT_NIGHT(STUB_ASAN)) {
         CHECK_NEAR(norm(values, FSDP_BF16, &b, 1, 2, pairs, 0, 0), expected, 1e-13 * expected);
 }
 
-/* Two f32 hold a sum to about 44 bits, where one holds it to 24: here the last term is below them.
-   What a square would push out of the range of f32 is added up as ever. */
+/* A pair of f32 holds a sum to about 44 bits, one f32 to 24; here the last term is below 24.
+   Squares that exceed the range of f32 are summed without pairs. */
 TEST(norm, in_pairs) {
     enum { COUNT = 9000 };
     static const float terms[3] = {1, 0x1p-12f, 0x1p-25f};
@@ -585,7 +589,7 @@ TEST(norm, in_pairs) {
     for (size_t large = 0; large < sizeof sizes / sizeof *sizes; large++)
         for (size_t small = 0; small <= large; small++)
             for (double p = 1; p <= 2; p++) {
-                for (int i = 0; i < COUNT; i++) { /* few large ones, in some of the threads */
+                for (int i = 0; i < COUNT; i++) { /* some threads see large values */
                     double x = (double)(h_rand64(&seed) >> 11) * 0x1p-53;
                     int is_large = h_rand64(&seed) % 64 == 0;
                     values[i] = (float)(x * sizes[is_large ? large : small]);
@@ -599,12 +603,13 @@ TEST(norm, in_pairs) {
 
 enum { STATES = 4, COUNT_MAX = 6000, ARRAY_BYTES = (COUNT_MAX + 16) * 8 };
 
-/* p, g, m, v of one side, each up to 15 elements into its memory. */
+/* p, g, m, v of one side; offsets() places each up to 15 elements into its memory. */
 typedef struct {
     char *at[STATES];
 } arrays;
 
-/* Both sides alike. Numbers are made once for each type; v has none below zero. */
+/* Gives both sides the same values. Random numbers are drawn once per dtype; v is never negative.
+   */
 static void arrays_fill(arrays *a, arrays *b, const fsdp_dtype *dtypes, uint64_t *seed) {
     static char *pools[2][FSDP_DTYPE_COUNT];
     for (int k = 0; k < STATES; k++) {
@@ -646,7 +651,7 @@ static const int64_t update_counts[] = {0, 1, 3, 4, 5, 8, 31, 1023, 1029, 4096, 
 
 static void offsets(int *offset, uint64_t *seed) {
     uint64_t r = h_rand64(seed);
-    for (int k = 0; k < STATES; k++) /* every second time all alike: vectors */
+    for (int k = 0; k < STATES; k++) /* often equal, so that vectors work */
         offset[k] = (int)(r >> (r & 1 ? 8 : 8 + 4 * k) & 15);
 }
 
@@ -686,7 +691,7 @@ static void sgd_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
         arrays_fill(&host, &device, dtypes, seed);
         offsets(offset, seed);
         fsdp_update u = update_of(FSDP_UPDATE_SGD, &device, dtypes, offset, count);
-        if (hyper.momentum <= 0) u.first = (void *)1; /* not looked at */
+        if (hyper.momentum <= 0) u.first = (void *)1; /* the kernel must not read it */
         u.second = (void *)1;
         for (hyper.step = 1; hyper.step <= 3; hyper.step++) {
             double scalars[] = {hyper.lr,           hyper.momentum, 1 - hyper.dampening,
@@ -712,7 +717,7 @@ static void unscale_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed)
         offsets(offset, seed);
         fsdp_update u = update_of(FSDP_UPDATE_UNSCALE, &device, dtypes, offset, count);
         char *g = (char *)place(&host, 1, dtypes, offset);
-        if (n > 2) fill(g, dtypes[1], (size_t)count, 1, seed); /* of all sorts */
+        if (n > 2) fill(g, dtypes[1], (size_t)count, 1, seed); /* includes NaNs */
         size_t at = count ? h_rand64(seed) % (size_t)count : 0;
         if (n == 2 && count) store(g, at, dtypes[1], HUGE_VAL);
         memcpy(u.grad, g, (size_t)count * fsdp_dtype_size(dtypes[1]));
@@ -728,7 +733,8 @@ static void unscale_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed)
     }
 }
 
-/* Averages from both ends of a lerp; a swap and back. The bits of a swap are of the parameter's type. */
+/* Averages with weights on both sides of a lerp's switch, a swap and the swap back. A swap keeps
+   the bits of the parameter's dtype. */
 static void ema_acts(const fsdp_dtype *all, int64_t count, uint64_t *seed) {
     static const double weights[] = {0.001, 0.1, 0.75, 1, 0};
     static const int acts[] = {FSDP_EMA_AVERAGE, FSDP_EMA_SWAP, FSDP_EMA_SWAP_BACK, FSDP_EMA_AVERAGE,
@@ -752,12 +758,12 @@ static void ema_acts(const fsdp_dtype *all, int64_t count, uint64_t *seed) {
     }
 }
 
-/* Both kinds of Muon, whose host is what fsdp_optim.h does for a record. */
+/* Both kinds of Muon updates, compared with fsdpi_optim_host_update. */
 static void muon_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
     static const double scalars[][3] = {{0.05, 0.95, 1}, {0.3, 0.7, 0}, {0.998, 0.02, 0}};
     static arrays host, device;
     int offset[STATES];
-    if (dtypes[2] == FSDP_F64) return; /* of f32 alone */
+    if (dtypes[2] == FSDP_F64) return; /* Muon has f32 states only */
     for (int n = 0; n < 3; n++) {
         const int kind = n < 2 ? FSDP_UPDATE_MOMENTUM : FSDP_UPDATE_MUON;
         arrays_fill(&host, &device, dtypes, seed);
@@ -766,7 +772,7 @@ static void muon_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) 
         fsdp_update on_host = update_of(kind, &host, dtypes, offset, count);
         memcpy(u.scalars, scalars[n], sizeof scalars[n]);
         memcpy(on_host.scalars, scalars[n], sizeof scalars[n]);
-        if (kind == FSDP_UPDATE_MUON) u.first = (void *)1; /* not looked at */
+        if (kind == FSDP_UPDATE_MUON) u.first = (void *)1; /* the kernel must not read it */
         u.second = (void *)1;
         for (int step = 0; step < 3; step++) {
             finish(fsdp_cuda_update(NULL, &u, 1));
@@ -776,7 +782,7 @@ static void muon_steps(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) 
     }
 }
 
-/* Divides by a norm, but at least by 0.5. */
+/* Divides by a norm, but by at least 0.5. */
 static void normalize_one(const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
     static const double squares[] = {9.7, 0, 0.24, 0.26};
     static double *norm;
@@ -818,8 +824,8 @@ TEST_P(update, bits_of_the_cpu, updates) {
     }
 }
 
-/* Rounded stochastically, as the host does it: rows of any length, in wholes of more than 2^32
-   elements; and other dtypes, to nearest. */
+/* Stochastic rounding equals the host's: rows of any length in tensors of more than 2^32 elements.
+   Other dtypes round to nearest. */
 static void rounded(int kind, const fsdp_dtype *dtypes, int64_t count, uint64_t *seed) {
     static const int64_t starts[] = {0, 7, 0xFFFFFF00, (int64_t)1 << 41};
     static const double scalars[2][7] = {{0.999, 0.1, 0.99, 0.01, 0.5, 1e-3, -1e-2},
@@ -843,7 +849,7 @@ static void rounded(int kind, const fsdp_dtype *dtypes, int64_t count, uint64_t 
     fsdpi_optim_host_update(&on_host);
     arrays_equal(&device, &host);
     if (count < 1000 || dtypes[0] != FSDP_BF16) return;
-    u.key++; /* the same update again; the arrays differ in the bits of the roundings alone */
+    u.key++; /* the same update with another key: the arrays differ only in how they are rounded */
     finish(fsdp_cuda_update(NULL, &u, 1));
     fsdpi_optim_host_update(&on_host);
     CHECK(memcmp(device.at[0], host.at[0], ARRAY_BYTES) != 0);
@@ -863,7 +869,7 @@ TEST(update, rounded) {
     }
 }
 
-/* More tiles than thread blocks, without vectors, and a number that is not finite in the last. */
+/* More tiles than thread blocks, without vectors. The last tile has a value that is not finite. */
 TEST(update, many_tiles, AT_NIGHT(STUB_ASAN)) {
     const int64_t count = 16384 * 1024 + 555;
     char *p = (char *)memory((size_t)count * 2 + 64), *g = (char *)memory((size_t)count * 2 + 64);
@@ -873,7 +879,7 @@ TEST(update, many_tiles, AT_NIGHT(STUB_ASAN)) {
     double scalars[] = {hyper.lr, 0, 1, hyper.weight_decay, 0, 1};
     uint64_t seed = h_seed();
     for (int64_t i = 0; i < count / 4; i++) {
-        uint64_t r = h_rand64(&seed) & 0xBFFFBFFFBFFFBFFFu; /* finite */
+        uint64_t r = h_rand64(&seed) & 0xBFFFBFFFBFFFBFFFu; /* finite values */
         memcpy(p + 2 + i * 8, &r, sizeof r);
         r = h_rand64(&seed) & 0xBFFFBFFFBFFFBFFFu;
         memcpy(g + i * 8, &r, sizeof r);
@@ -900,10 +906,10 @@ TEST(update, many_tiles, AT_NIGHT(STUB_ASAN)) {
     CHECK_EQ_MEM(g, expected, (size_t)count * 2 + 64);
 }
 
-/* Lists of runs of several dtypes, sizes and scalars: each is updated as if it were alone. Runs of a
-   dtype are one launch, if there are not too many. */
+/* Lists of updates with several dtypes, sizes and scalars: the result equals single calls. Updates
+   of a dtype share a launch, unless there are too many. */
 static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
-    enum { MOST = 700, ROW = 40 * 8 }; /* bytes of a run in each array */
+    enum { MOST = 700, ROW = 40 * 8 }; /* bytes of an update in each array */
     static fsdp_update list[MOST];
     static char *data[2][STATES];
     static int32_t *found;
@@ -917,7 +923,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
         const int muon = kind == FSDP_UPDATE_MOMENTUM || kind == FSDP_UPDATE_MUON;
         if (muon && dtype == FSDP_F64) dtype = FSDP_F32;
         fsdp_dtype state = dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32;
-        if (kind == FSDP_UPDATE_EMA) grad = dtype; /* of what second keeps */
+        if (kind == FSDP_UPDATE_EMA) grad = dtype; /* dtype of `second` */
         const fsdp_dtype dtypes[STATES] = {dtype, grad, state, kind == FSDP_UPDATE_EMA ? dtype : state};
         fsdp_update *u = &list[i];
         void **to[STATES] = {&u->param, &u->grad, &u->first, &u->second};
@@ -932,7 +938,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
         }
         for (int s = 0; s < 7; s++) u->scalars[s] = (double)(1 + h_rand64(seed) % 999) / 1024;
         if (kind == FSDP_UPDATE_UNSCALE) u->scalars[0] = 0.25, u->first = NULL;
-        if (kind == FSDP_UPDATE_SGD && i % 2) u->scalars[1] = 0; /* momentum */
+        if (kind == FSDP_UPDATE_SGD && i % 2) u->scalars[1] = 0; /* no momentum */
         if (kind == FSDP_UPDATE_EMA) u->scalars[1] = i % 4;
         u->found = found;
         u->rounds = dtype == FSDP_BF16 && i % 3 == 0;
@@ -940,7 +946,7 @@ static void list_of_updates(int kind, uint32_t num, uint64_t *seed) {
         if (u->count) seen[kind == FSDP_UPDATE_UNSCALE ? grad : dtype]++;
     }
     for (int k = 0; k < STATES; k++) memcpy(data[1][k], data[0][k], MOST * ROW);
-    /* all 700 of one dtype: at most 254 or 271 in a launch */
+    /* a launch has at most 254 or 271 updates, and all 700 may have one dtype */
     for (int k = 0; k < 4; k++) launches += (seen[floats[k]] > 0) + 2 * (seen[floats[k]] > 508);
 #ifdef FSDP_CUDA_EMULATION
     int64_t before = stub_count("launch");
@@ -1000,7 +1006,7 @@ TEST(update, what_it_refuses) {
             u.dtype = (uint8_t)dtype, u.grad_dtype = FSDP_I32;
             CHECK(fsdp_cuda_update(NULL, &u, 1));
         }
-    fsdp_update two[2] = {u, u}; /* of two kinds */
+    fsdp_update two[2] = {u, u}; /* two kinds in one list */
     two[0].dtype = two[0].grad_dtype = two[1].dtype = two[1].grad_dtype = FSDP_F32;
     two[0].kind = FSDP_UPDATE_SGD, two[1].kind = FSDP_UPDATE_ADAMW;
     CHECK(fsdp_cuda_update(NULL, two, 2));
@@ -1008,7 +1014,7 @@ TEST(update, what_it_refuses) {
 
 /* ---- indices --------------------------------------------------------------------------------- */
 
-/* Item by item, in numbers that are large enough. */
+/* Checks each item of a tile with arithmetic in 64 bits. */
 static void check_tile(int64_t row_items, int64_t height, int64_t index, uint32_t size) {
     fsdpi_cuda_tile t = fsdpi_cuda_tile_at(row_items, height, index, size);
     int64_t begin = index * size, all = row_items * height;
@@ -1060,7 +1066,7 @@ TEST(index, tiles_of_huge_blocks) {
     CHECK_EQ_INT(fsdpi_cuda_tiles(0, 5, 1024), 0);
 }
 
-/* The items of a row are its elements, each once: vectors in their order, then the others. */
+/* The items of a row are its elements, each once: vectors in order, then the others. */
 TEST(index, columns_of_rows) {
     for (uint32_t vector = 1; vector <= 16; vector *= 2)
         for (int64_t width = 0; width < 80; width++)

@@ -1,6 +1,6 @@
-/* test_fake.c - backends/fsdp_fake.h: what each collective does to the memory of the one rank that
-   there is, counted and refused; meshes, models, steps, plans and redistributions of large worlds;
-   and that it checks what the others check.
+/* test_fake.c - backends/fsdp_fake.h: the effect of each collective on the memory of its only rank,
+   its counts and its errors; meshes, models, steps, plans and redistributions of large worlds; and
+   that it makes the checks of the other backends.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -10,7 +10,7 @@
 
 enum { LARGE = 4096, LARGEST = 1 << 20 };
 
-/* A world by name, with nothing in the environment that would help. */
+/* Returns a description that selects the fake backend by name, with an empty environment. */
 static fsdp_world_desc fake_desc(fsdp_fake *fake, int rank, int size) {
     fsdp_world_desc d = w_desc(rank, size, NULL, NULL, 0);
     clearenv();
@@ -32,7 +32,7 @@ TEST(fake, needs_nothing_and_is_never_the_default) {
     fsdp_world_desc d = fake_desc(NULL, 37, LARGE);
     fsdp_world *w = NULL;
     const int64_t start = h_now_ms();
-    for (int way = 0; way < 3; way++) { /* by name, by the environment, by the table */
+    for (int way = 0; way < 3; way++) { /* by name, by the environment, by the table of functions */
         d.backend = way == 0 ? "fake" : NULL;
         if (way == 1) CHECK_EQ_INT(setenv("FSDP_BACKEND", "fake", 1), 0);
         if (way == 2) clearenv(), d.comm_ops = fsdp_fake_comm_ops();
@@ -42,7 +42,7 @@ TEST(fake, needs_nothing_and_is_never_the_default) {
         CALL(NULL, fsdp_shutdown(w));
     }
     h_message("3 worlds of %d ranks took %lld ms", LARGE, (long long)(h_now_ms() - start));
-    d.comm_ops = NULL; /* any other backend asks for the job */
+    d.comm_ops = NULL; /* any other backend needs a job */
     REFUSED(NULL, fsdp_init(&d, &w), "[E504]");
     d.backend = "shm";
     REFUSED(NULL, fsdp_init(&d, &w), "[E504]");
@@ -51,7 +51,7 @@ TEST(fake, needs_nothing_and_is_never_the_default) {
     d.rank = 0, d.world_size = LARGEST + 1;
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, NULL, fsdp_init(&d, &w), "[E191]");
     CHECK(w == NULL);
-    CHECK_EQ_INT(setenv("RANK", "1", 1), 0); /* a launcher that is on two hosts */
+    CHECK_EQ_INT(setenv("RANK", "1", 1), 0); /* rank 1 of 4, from a launcher on two hosts */
     CHECK_EQ_INT(setenv("WORLD_SIZE", "4", 1), 0);
     CHECK_EQ_INT(setenv("LOCAL_WORLD_SIZE", "2", 1), 0);
     CHECK_EQ_INT(setenv("MASTER_ADDR", "localhost", 1), 0);
@@ -83,7 +83,7 @@ TEST(fake, the_struct_is_checked) {
 
 enum { BYTES = 1 << 15, SEGS = 3 };
 
-typedef struct bed { /* an opened comm, and what its memory has to hold */
+typedef struct bed { /* an opened comm, and the expected contents of its memory */
     const fsdp_comm_ops *ops;
     fsdp_fake fake;
     fsdp_comm *comm;
@@ -91,7 +91,7 @@ typedef struct bed { /* an opened comm, and what its memory has to hold */
     void *src, *dst, *was, *want; /* BYTES each; src and dst from alloc */
 } bed;
 
-static int64_t bed_now(void *user) { return (void)user, 0; } /* no deadline is looked at */
+static int64_t bed_now(void *user) { return (void)user, 0; } /* no deadline applies */
 
 static void bed_open(bed *b, int rank, int size) {
     fsdp_boot boot;
@@ -110,10 +110,10 @@ static void bed_open(bed *b, int rank, int size) {
 static void bed_close(bed *b) {
     free(b->was), free(b->want);
     b->ops->free(b->comm, b->dst, BYTES);
-    b->ops->close(b->comm); /* src goes with the world */
+    b->ops->close(b->comm); /* closing the world frees src */
 }
 
-/* Whole numbers that every dtype has, and small sums and halves of them. */
+/* Stores x. The values, their small sums and halves are exact in every dtype. */
 static void set(void *a, fsdp_dtype dtype, int64_t i, double x) {
     const int32_t narrow = (int32_t)x;
     const int64_t wide = (int64_t)x;
@@ -138,7 +138,7 @@ static fsdp_coll coll_of(bed *b, int kind, fsdp_dtype dtype, fsdp_dtype out) {
     memcpy(b->was, b->src, BYTES), memcpy(b->want, b->dst, BYTES);
     return c;
 }
-/* Runs it: dst is what is wanted, src as it was, and it counts so many bytes. */
+/* Runs an operation: dst has the expected contents, src is unchanged, and `bytes` are counted. */
 static void run_as_wanted(bed *b, const fsdp_coll *c, uint64_t bytes) {
     const uint64_t calls = b->fake.calls[c->kind], sent = b->fake.wire_bytes[c->kind];
     const fsdp_status status = b->ops->run(b->comm, c);
@@ -162,7 +162,7 @@ static const struct {
     int rank, size;
 } places[] = {{"0 of 2", 0, 2}, {"1 of 3", 1, 3}, {"6 of 7", 6, 7}};
 
-/* Three segments, one of them empty, with gaps; returns the elements of a part. */
+/* Fills in three segments with gaps, one of them empty. Returns the elements of one rank. */
 static uint64_t cut(fsdp_coll *c, fsdp_seg *segs, int size) {
     for (int s = 0; s < SEGS; s++) {
         segs[s].count = s == 1 ? 0 : 17 + 8 * s;
@@ -286,7 +286,7 @@ TEST(fake, bad_arguments_change_nothing) {
     refused(&b, &c, FSDP_ERR_INVALID_ARG, "[E188]");
     c.src = outside;
     refused(&b, &c, FSDP_ERR_INVALID_ARG, "[E189]");
-    c.src = (char *)b.src + BYTES - 8; /* begins inside, ends behind */
+    c.src = (char *)b.src + BYTES - 8; /* begins inside the block and ends after it */
     refused(&b, &c, FSDP_ERR_INVALID_ARG, "[E189]");
     c.src = NULL, c.in_place = 1, c.dst = outside;
     refused(&b, &c, FSDP_ERR_INVALID_ARG, "[E189]");
@@ -294,7 +294,7 @@ TEST(fake, bad_arguments_change_nothing) {
     refused(&b, &c, FSDP_ERR_INVALID_ARG, "[E184]");
     static const int kinds[] = {FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE, FSDP_OP_BROADCAST,
                                 FSDP_OP_ALL_TO_ALL,     FSDP_OP_SEND,       FSDP_OP_RECV};
-    for (int i = 0; i < 6; i++) { /* what peers would read has to come from alloc */
+    for (int i = 0; i < 6; i++) { /* memory that peers would read must come from alloc */
         c = coll_of(&b, kinds[i], FSDP_F32, FSDP_F32);
         c.segs = &seg, c.num_segs = 1, c.count = 4;
         c.src = outside;
@@ -326,23 +326,23 @@ TEST(fake, groups) {
     CHECK(!out && strstr(b.ops->error_text(b.comm), "[E192]"));
     g.ranks = strange, g.size = 2;
     CHECK_STATUS(b.ops->split(b.comm, &g, &out), FSDP_ERR_INVALID_ARG);
-    g.ranks = good, g.size = 3; /* this rank is at 1 */
+    g.ranks = good, g.size = 3; /* this rank has index 1 */
     CHECK_STATUS(b.ops->split(b.comm, &g, &out), FSDP_ERR_INVALID_ARG);
     g.size = 13, g.index = 1;
     CHECK_STATUS(b.ops->split(b.comm, &g, &out), FSDP_ERR_INVALID_ARG);
     g.size = 3;
     CHECK_OK(b.ops->split(b.comm, &g, &out));
-    g.ranks = pair, g.size = 2; /* without this rank */
+    g.ranks = pair, g.size = 2; /* this rank is missing */
     CHECK_STATUS(b.ops->split(out, &g, &inner), FSDP_ERR_INVALID_ARG);
     g.color = -1;
     CHECK_OK(b.ops->split(out, &g, &inner));
     CHECK(inner == NULL);
-    g.color = 0, g.ranks = strange; /* 12 is in no group */
+    g.color = 0, g.ranks = strange; /* rank 12 is not in the parent group */
     CHECK_STATUS(b.ops->split(out, &g, &inner), FSDP_ERR_INVALID_ARG);
-    g.ranks = good, g.size = 2; /* 9 and 5 */
+    g.ranks = good, g.size = 2; /* ranks 9 and 5 */
     CHECK_OK(b.ops->split(out, &g, &inner));
     fsdp_coll c = coll_of(&b, FSDP_OP_BROADCAST, FSDP_F32, FSDP_F32);
-    c.count = 1, c.root = 2; /* the third of 3 is no member of 2 */
+    c.count = 1, c.root = 2; /* 2 is an index of the parent: the group of two has no such root */
     CHECK_OK(b.ops->run(out, &c));
     CHECK_STATUS(b.ops->run(inner, &c), FSDP_ERR_INVALID_ARG);
     b.ops->close(inner), b.ops->close(out);
@@ -358,11 +358,11 @@ TEST(fake, refuse_ends_the_world) {
     fsdp_memory memory;
     CALL(w, fsdp_barrier(w));
     CHECK_EQ_INT(fake.calls[FSDP_OP_ALL_REDUCE], 1);
-    fake.refuse = 1; /* proves that these do not communicate */
+    fake.refuse = 1; /* proves that these calls do not communicate */
     lab_unit(w, m, NULL, &p, 1);
     CALL(w, fsdp_model_predict(m, &memory));
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, w, fsdp_barrier(w), "[E545] fsdp_fake.refuse");
-    fake.refuse = 0; /* too late */
+    fake.refuse = 0; /* too late: the world has failed */
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, w, fsdp_barrier(w), "[E545]");
     CHECK_EQ_INT(fake.calls[FSDP_OP_ALL_REDUCE], 1);
     CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_UNSUPPORTED);
@@ -377,8 +377,8 @@ TEST(fake, abort) {
 
 /* ---- large meshes ---------------------------------------------------------------------------- */
 
-/* The ranks of each group are those that differ from this one in that dim alone, and a collective
-   over the mesh goes over each of its groups. */
+/* A group of dim d contains the ranks that differ from this one in d only, and a collective over
+   the mesh runs over each dim's group. */
 static void check_mesh(fsdp_world *w, fsdp_fake *fake, const fsdp_mesh *mesh,
                        const int32_t *ranks) {
     const int ndim = fsdp_mesh_ndim(mesh), size = fsdp_mesh_size(mesh, -1);
@@ -424,14 +424,15 @@ static void meshes_of(int rank, int size, int side) {
     CALL(w, fsdp_mesh_unflatten(mesh, 1, side / 4, names, &other));
     check_mesh(w, &fake, other, NULL);
     CHECK_EQ_INT(fsdp_mesh_size(lab_slice(w, mesh, 1), -1), side);
-    for (int i = 0; i < size; i++) ranks[i] = i % side * side + i / side; /* columns first */
+    for (int i = 0; i < size; i++) ranks[i] = i % side * side + i / side; /* column-major */
     check_mesh(w, &fake, lab_mesh(w, 2, square, NULL, ranks), ranks);
     d.ndim = 2, d.shape[0] = d.shape[1] = side, d.ranks = ranks;
     ranks[size - 1] = ranks[1];
     REFUSED(w, fsdp_mesh_create(w, &d, &other), "[E114]");
     ranks[size - 1] = size;
     REFUSED(w, fsdp_mesh_create(w, &d, &other), "[E113]");
-    for (int i = 0; i < size; i++) ranks[i] = rank < size / 2 ? size - 1 - i : i; /* not mine */
+    /* the half that lacks this rank */
+    for (int i = 0; i < size; i++) ranks[i] = rank < size / 2 ? size - 1 - i : i;
     mesh = lab_mesh(w, 1, half, NULL, ranks);
     CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), -1);
     REFUSED(w, fsdp_all_reduce(w, mesh, ranks, 1, FSDP_I32, FSDP_SUM), "[E105]");
@@ -447,7 +448,7 @@ TEST(fake, meshes_of_a_million_ranks) { meshes_of(700000, LARGEST, 1024); }
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
-static int64_t shared; /* bytes from alloc that were not given back */
+static int64_t shared; /* bytes from alloc that have not been freed */
 static fsdp_status counting_alloc(fsdp_comm *world, size_t size, void **ptr) {
     const fsdp_status status = fsdp_fake_comm_ops()->alloc(world, size, ptr);
     if (!status) shared += (int64_t)size;
@@ -458,7 +459,8 @@ static void counting_free(fsdp_comm *world, void *ptr, size_t size) {
     fsdp_fake_comm_ops()->free(world, ptr, size);
 }
 
-/* Forward of all units, backward in the other order: gradients are their parameters. */
+/* Runs forward of all units, then backward in reverse order. Each gradient is a copy of its
+   parameter. */
 static void train(fsdp_world *w, fsdp_model *m, fsdp_unit *const *units, int count,
                   fsdp_dtype dtype) {
     for (int u = 0; u < count; u++) lab_forward(w, units[u]);
@@ -527,7 +529,8 @@ TEST(fake, prediction_is_what_is_allocated) {
     for (int i = 0; i < (W_SLOW ? 8 : 30); i++) predict_one(&state, i);
 }
 
-/* Memory that is addresses: a model of 64 TiB, and all that is given is counted. */
+/* A model of 64 TiB with memory that is addresses only. All bytes that the backend hands out are
+   counted. */
 static const struct {
     const char *name;
     int size, streams;
@@ -589,7 +592,7 @@ static const lab_param rows[] = {{0, "embedding", FSDP_F32, 0, 0, 2, 0, {48, 4, 
                                  {2, "odd", FSDP_F32, 0, 0, 2, 0, {7, 5, 0}}};
 static const lab_net net = {rows, 5, 3};
 
-/* Two steps with an optimizer; the records of the second one. */
+/* Runs two steps with an optimizer, and logs the ops of the second. */
 static void two_steps(fsdp_world *w, const fsdp_model_desc *desc, lab_built *m, lab_log *log) {
     fsdp_sgd *sgd;
     double norm;
@@ -607,7 +610,7 @@ static void two_steps(fsdp_world *w, const fsdp_model_desc *desc, lab_built *m, 
     }
 }
 
-/* The records of all ranks of a real world of 4, side by side with those of a fake one. */
+/* Compares each rank's ops in a real world of 4 with those in a fake one. */
 static void same_records(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_world_desc d = w_desc(r->rank, r->size, NULL, NULL, *(const int *)r->arg);
@@ -647,7 +650,7 @@ TEST_P(fake, records_are_those_of_a_real_world, lanes_of) {
     lab_run(4, &how, same_records, (void *)(uintptr_t)&row->lanes);
 }
 
-/* With equal data on all ranks a mean is what each of them has, sums or not. */
+/* If all ranks have equal data, the mean is each rank's data, with sum_all or without. */
 TEST_P(fake, a_step_as_rank_37_of_4096, lanes_of) {
     fsdp_fake fake = FSDP_ZERO;
     fsdp_world_desc d = fake_desc(&fake, 37, LARGE);
@@ -665,19 +668,20 @@ TEST_P(fake, a_step_as_rank_37_of_4096, lanes_of) {
     train(w, m.model, m.unit, net.units, FSDP_DTYPE_KEEP);
     for (int p = 0; p < net.count; p++) {
         const fsdp_param_view v = lab_view_of(&m, p);
-        CHECK_EQ_INT(v.numel, rows[p].shape[0] > 37 ? rows[p].shape[1] : 0); /* a row, or none */
+        CHECK_EQ_INT(v.numel, rows[p].shape[0] > 37 ? rows[p].shape[1] : 0); /* one row or none */
         for (int64_t i = 0; i < v.numel && v.requires_grad; i++)
             CHECK_EQ_INT(lab_bits32(((float *)v.shard_grad)[i]), lab_bits32(((float *)v.shard)[i]));
     }
     CALL(w, fsdp_model_counters(m.model, &c));
-    for (int k = FSDP_OP_ALL_GATHER; k <= FSDP_OP_RECV; k++) { /* but for the agreements */
+    /* all_reduce and broadcast also serve agreements */
+    for (int k = FSDP_OP_ALL_GATHER; k <= FSDP_OP_RECV; k++) {
         CHECK(fake.calls[k] - calls[k] >= c.calls[k]);
         CHECK(fake.wire_bytes[k] - bytes[k] >= c.bytes[k]);
         if (k == FSDP_OP_ALL_REDUCE || k == FSDP_OP_BROADCAST) continue;
         CHECK_EQ_INT(fake.calls[k] - calls[k], c.calls[k]);
         CHECK_EQ_INT(fake.wire_bytes[k] - bytes[k], c.bytes[k]);
     }
-    /* Of a step: two gathers of each unit; a row for each of the 4,095 others. */
+    /* One step: each unit is gathered twice. Each of the 4,095 peers sends one row. */
     CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, NULL), 6);
     CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_REDUCE_SCATTER, -1, NULL), 3);
     int64_t gathered = 0, reduced = 0;
@@ -726,7 +730,7 @@ TEST(fake, a_model_of_a_million_ranks) {
 static const struct {
     const char *name, *from, *to;
     int kind;
-    int64_t bytes; /* of a tensor of 128 x 192 f32 on 64 x 64 ranks: 3 columns, 2 rows of each */
+    int64_t bytes; /* tensor of 128 x 192 f32 on 64 x 64 ranks: 2 rows or 3 columns each */
 } routes[] = {{"S0 to R", "R S0", "R R", FSDP_OP_ALL_GATHER, 63 * 2 * 192 * 4},
               {"P to R", "R P", "R R", FSDP_OP_ALL_REDUCE, 2 * 63 * 2 * 192 * 4},
               {"P to S0", "P R", "S0 R", FSDP_OP_REDUCE_SCATTER, 63 * 2 * 192 * 4},

@@ -1,10 +1,10 @@
-/* test_gloo.c - what is special to the Gloo backend and is no fault of the network: how many bytes
-   it sends, what it allocates, where buffers may lie, what is delivered when a rank leaves, and that
-   a failure of the transport at any place or any disagreement ends in an error on every rank.
+/* test_gloo.c - the Gloo backend without network faults: the bytes that it sends, its allocations,
+   unaligned buffers, the data that still arrives when a rank leaves; and that every failure of the
+   transport and every disagreement ends in an error on every rank.
 
-   The calls of the transport are counted, and fail on demand: the backend sees the functions of
-   this file, and these the real ones. What every backend has to do is in conformance.c, faults of
-   the network and of processes are in test_gloo_faults.c.
+   The backend calls the functions of this file, which count the calls of the transport, fail on
+   demand, and otherwise call the real ones. conformance.c has the contract of all backends,
+   test_gloo_faults.c the faults of the network and of processes.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | GLOO
@@ -47,17 +47,18 @@ enum {
     CALLS
 };
 
-/* What one rank asks of the transport; and which call of it fails, how. */
+/* One rank's use of the transport; the call that fails, and how. */
 typedef struct {
-    uint64_t bytes;                             /* handed to send */
-    int64_t devices, contexts, buffers;         /* alive */
-    int64_t overlaps, overlapped;               /* now, ever */
-    int64_t calls[CALLS];                       /* so far */
-    int fail, with, failed, is_fake;            /* is_fake: there is no transport at all */
-    int64_t fail_at;                            /* this call of `fail`, from 1 on */
-    size_t least_buffer, most_buffer, received; /* sizes of buffers, bytes of receives */
+    uint64_t bytes;                             /* passed to send */
+    int64_t devices, contexts, buffers;         /* open now */
+    int64_t overlaps, overlapped;               /* now; since the start */
+    int64_t calls[CALLS];                       /* since the start */
+    int fail, with, failed, is_fake;            /* is_fake: there is no transport */
+    /* number of the call of `fail` that fails, from 1 */
+    int64_t fail_at;
+    size_t least_buffer, most_buffer, received; /* buffer sizes in bytes; bytes received */
 } transport;
-static __thread transport *mine; /* of the rank that this thread works for */
+static __thread transport *mine; /* transport of the rank that this thread works for */
 static __thread int was_injected;
 
 #define REAL(name) __asm__(#name)
@@ -80,7 +81,8 @@ int real_recv(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, 
 int real_wait_send(fsdp_gloo_buffer *buffer, int64_t timeout_ms) REAL(fsdp_gloo_wait_send);
 int real_wait_recv(fsdp_gloo_buffer *buffer, int64_t timeout_ms) REAL(fsdp_gloo_wait_recv);
 
-/* Counts a call. Not 0: how it fails. Two threads of a rank may be here. */
+/* Counts a call. Returns 0, or the error with which it must fail. Two threads of a rank may be
+   here. */
 static int disturbed(int call) {
     was_injected = 0;
     if (!mine) return 0;
@@ -179,7 +181,7 @@ enum { MAX_WORLD = 20, MAX_SEGS = 6, GUARD = 64 };
 typedef struct {
     const char *name;
     int threads, world;
-    int near; /* so many ranks share memory; 0: all, and then nothing goes through the transport */
+    int near; /* ranks that share memory; 0: all of them, so that nothing uses the transport */
 } ranks;
 static const ranks all_ranks[] = {
     {"processes/W=1", 0, 1, 1}, {"processes/W=2", 0, 2, 1}, {"processes/W=3", 0, 3, 1},
@@ -196,8 +198,8 @@ static void be_near(int near) {
 }
 __attribute__((constructor)) static void nobody_is_near(void) { be_near(1); }
 
-/* How many lanes a world has that asks for no number: by hosts and cores. "" is a host that is not
-   known, and so another one. */
+/* The default number of worker threads, by hosts and cores. The host "" is unknown, and so differs
+   from every other one. */
 static const struct {
     const char *name, *hosts[4];
     int cores[4], lanes;
@@ -231,7 +233,7 @@ typedef struct {
     char job[64];
 } launch;
 
-/* A comm as one of its members sees it. */
+/* A comm, seen by one of its members. */
 struct member {
     const launch *start;
     fsdp_boot boot;
@@ -240,7 +242,7 @@ struct member {
     fsdp_comm *comm;
     int rank, index, size, cases;
     int32_t of[MAX_WORLD];   /* world ranks of the members */
-    char *src, *dst, *model; /* room bytes, and GUARD on each side */
+    char *src, *dst, *model; /* `room` bytes, with GUARD bytes on each side */
     size_t room;
     uint64_t salt;
 };
@@ -325,7 +327,7 @@ static void run_ranks(const ranks *row, void (*body)(member *), const void *arg,
     free(l);
 }
 
-/* A group, with arenas of its own. */
+/* Makes a group, with its own arenas. */
 static member *make_group(const member *m, int color, const int32_t *of, int size, const char *name,
                           size_t room) {
     member *g = (member *)malloc(sizeof *g);
@@ -349,8 +351,8 @@ static void drop_group(member *g, int has_room) {
 
 /* ---- values ---------------------------------------------------------------------------------- */
 
-/* Element i of what a world rank holds in an operation: any integer; any float in [-1, 1) of which
-   narrow types have all digits. */
+/* Returns bits for element i of a world rank in an operation. They become any integer, or a float
+   in [-1, 1) that is exact in narrow dtypes. */
 static uint64_t draw(int rank, uint64_t salt, int64_t i) {
     uint64_t z = ((uint64_t)i + 1) * 0x9e3779b97f4a7c15u + salt * 0xbf58476d1ce4e5b9u +
                  (uint64_t)rank * 0x94d049bb133111ebu;
@@ -380,7 +382,7 @@ static void fill(char *at, int dtype, int rank, uint64_t salt, int64_t first, in
     for (int64_t i = 0; i < count; i++) put(at + (size_t)i * size, dtype, rank, salt, first + i);
 }
 
-/* One element of integers, i32 or i64. */
+/* Reduces one element, i32 or i64. */
 static void reduce_int(char *dst, int dtype, const member *m, uint64_t salt, int64_t i, int redop) {
     uint64_t sum = 0;
     for (int k = 0; k < m->size; k++) {
@@ -395,12 +397,13 @@ static void reduce_int(char *dst, int dtype, const member *m, uint64_t salt, int
 typedef struct {
     int kind, dtype, out, redop, in_place, accumulate, root, num;
     double scale;
-    int64_t count; /* of kinds without segments */
+    int64_t count; /* for kinds without segments */
     fsdp_seg segs[MAX_SEGS];
-    size_t shift; /* bytes from an aligned address */
+    size_t shift; /* offset in bytes from an aligned address */
 } shape;
 
-/* One element of floats, in rank order. Volatile: a product and a sum stay two. */
+/* Reduces one float element, in rank order. `volatile` keeps the compiler from fusing a product and
+   a sum. */
 static void reduce_float(char *dst, const shape *s, const member *m, uint64_t salt, int64_t i) {
     int is_wide = s->dtype == FSDP_F64 || s->out == FSDP_F64;
     volatile double sum = 0;
@@ -453,7 +456,7 @@ static int is_list(const shape *s) {
     return s->kind == FSDP_OP_ALL_GATHER || s->kind == FSDP_OP_REDUCE_SCATTER;
 }
 
-/* Segments of these counts, with gaps between them on both sides. */
+/* Returns a shape with segments of these counts and gaps between them on both sides. */
 static shape listed(int kind, int dtype, int world, const int64_t *counts, int num) {
     shape s = plain(kind, dtype, 0);
     int64_t shard = num > 1 ? 3 : 0, full = num > 1 ? 5 : 0;
@@ -466,7 +469,7 @@ static shape listed(int kind, int dtype, int world, const int64_t *counts, int n
     return s;
 }
 
-static int64_t shard_side(const shape *s) { /* elements up to the last one */
+static int64_t shard_side(const shape *s) { /* elements up to the end of the last segment */
     return s->segs[s->num - 1].shard + s->segs[s->num - 1].count;
 }
 static int64_t full_side(const shape *s, int size) {
@@ -489,7 +492,7 @@ static fsdp_coll coll_of(const shape *s, char *src, char *dst, const char *what)
     return c;
 }
 
-/* Bytes of src and dst that an operation reads or writes. */
+/* Sets the number of bytes of src and dst that an operation reads or writes. */
 static void extents(const shape *s, int size, size_t *src, size_t *dst) {
     size_t in = fsdp_dtype_size((fsdp_dtype)s->dtype), out = fsdp_dtype_size((fsdp_dtype)s->out);
     int64_t count = s->kind == FSDP_OP_ALL_TO_ALL ? s->count * size : s->count;
@@ -530,7 +533,7 @@ static void prepare_scatter(const member *m, const shape *s, uint64_t salt, char
     }
 }
 
-/* Fills src and dst before an operation, and model with what dst has to be after it. */
+/* Fills src and dst before an operation, and model with the expected contents of dst. */
 static void prepare(const member *m, const shape *s, uint64_t salt, char *src, char *dst,
                     char *model) {
     size_t size = fsdp_dtype_size((fsdp_dtype)s->dtype), from, to;
@@ -560,7 +563,8 @@ static void prepare(const member *m, const shape *s, uint64_t salt, char *src, c
     }
 }
 
-/* Runs it; if it is well, all of dst has the right bits, and nothing around it has changed. */
+/* Runs an operation. On success all bits of dst must be right, and the memory around it unchanged.
+   */
 static fsdp_status try_shape(member *m, const shape *s) {
     char *src = m->src + s->shift, *dst = m->dst + s->shift, *model = m->model + s->shift;
     uint64_t salt = ++m->salt;
@@ -573,7 +577,7 @@ static fsdp_status try_shape(member *m, const shape *s) {
     c.seq = salt;
     fsdp_status status = ops()->run(m->comm, &c);
     if (status) return status;
-    memset(src, 0xee, from); /* allowed at once */
+    memset(src, 0xee, from); /* src may be overwritten as soon as run returns */
     if (memcmp(dst - GUARD, model - GUARD, to + 2 * GUARD)) {
         fprintf(stderr, "in %s\n", w_case);
         CHECK_EQ_MEM(dst - GUARD, model - GUARD, to + 2 * GUARD);
@@ -593,8 +597,8 @@ static void run_shape(member *m, const shape *s) {
 
 /* ---- closed groups --------------------------------------------------------------------------- */
 
-/* Rank 0 closes two groups that rank 1 keeps: for the first one it waits in vain, for the second one
-   not at all; and its goodbye arrives all the same, for collectives and for pairs. */
+/* Rank 0 closes two groups that rank 1 keeps. It waits for rank 1 once, until its timeout, and not
+   for the second group. Rank 1 still learns of the close, in collectives and in pairs. */
 static void closed_groups(member *m) {
     const int uses_pair = *(const int *)m->start->arg;
     int32_t of[2] = {0, 1};
@@ -632,12 +636,13 @@ TEST_P(gloo, a_closed_group_is_named, two_ranks) {
 
 /* ---- bytes and memory ------------------------------------------------------------------------ */
 
-/* What member `me` has to send, from the specification: a record of 256 bytes to each member on
-   another host with the data that is small behind it, at multiples of 64 bytes and in 32 KiB at
-   most; and each byte that one of those needs once, where a large all_reduce or broadcast is cut
-   into a region for each rank, of whole groups of 64 elements. The regions of an all_reduce may be
-   small enough to go behind the record first. The root of a broadcast deals the regions; who shares
-   its host has all of them. */
+/* Returns the size of rank k's region. These functions compute the bytes that member `me` must
+   send, from the specification: a signature of 256 bytes to each member on another host, with small
+   data after it, at multiples of 64 bytes and up to 32 KiB. Of the other data, each byte is sent
+   once to each member that needs it. A large all_reduce or broadcast is cut into a region for each
+   rank, in whole groups of 64 elements. The regions of an all_reduce may be small enough to follow
+   the signature. The root of a broadcast deals out the regions; ranks on its host read all of them
+   from shared memory. */
 static uint64_t region(uint64_t count, uint64_t size, uint64_t k) {
     uint64_t each = ((count + size - 1) / size + 63) / 64 * 64;
     return each * k >= count ? 0 : count - each * k < each ? count - each * k : each;
@@ -670,7 +675,7 @@ static uint64_t bytes_of(const member *m, const shape *s, int me) {
     for (int i = 0; i < (is_list(s) ? s->num : 1); i++) {
         uint64_t count = (uint64_t)(is_list(s) ? s->segs[i].count : s->count);
         uint64_t end = (behind + count * size + 63) / 64 * 64;
-        uint64_t part = region(count, (uint64_t)m->size, 0) * size; /* the first is whole */
+        uint64_t part = region(count, (uint64_t)m->size, 0) * size; /* region 0 has full size */
         if (end <= 32768) {
             behind = end;
         } else if (s->kind == FSDP_OP_ALL_REDUCE && part <= 32768) {
@@ -684,8 +689,8 @@ static uint64_t bytes_of(const member *m, const shape *s, int me) {
     return far * (256 + behind) + alone;
 }
 
-/* Runs it three times; only the first allocates. The store's thread of rank 0 may allocate at any
-   time, so one of the others is enough. */
+/* Runs an operation three times: only the first run may allocate. The store's thread may allocate
+   on rank 0 at any time, so that one clean run of the other two is enough. */
 static void exactly(member *m, const shape *s) {
     int clean = 0;
     for (int pass = 0; pass < 3; pass++) {
@@ -703,7 +708,7 @@ static void exactly(member *m, const shape *s) {
     W_CHECK(clean, "it allocates each time");
 }
 
-/* That the regions' sum is the least that is possible: nobody sends what nobody needs. */
+/* Checks that the sum over ranks is the minimum: every byte that is sent is needed. */
 static void sums_are_least(const member *m, const shape *s) {
     uint64_t sum = 0, all = (uint64_t)s->count * fsdp_dtype_size((fsdp_dtype)s->dtype);
     for (int k = 0; k < m->size; k++) sum += bytes_of_item(m, s, (uint64_t)s->count, k);
@@ -711,14 +716,14 @@ static void sums_are_least(const member *m, const shape *s) {
         CHECK_EQ_INT(sum, all * (uint64_t)(m->size - 1) * (s->kind == FSDP_OP_ALL_REDUCE ? 2 : 1));
 }
 
-static void all_pairs(member *m, int64_t count) { /* of neighbours */
+static void all_pairs(member *m, int64_t count) { /* between neighbours */
     for (int from = 0; from < m->size && m->size > 1; from++) {
         int to = (from + 1) % m->size;
         shape s = plain(m->index == from ? FSDP_OP_SEND : FSDP_OP_RECV, FSDP_F32, count);
         s.root = m->index == from ? to : from;
         if (m->index == from || m->index == to) {
             uint64_t salt = m->salt;
-            m->salt = (uint64_t)(from * 1000) + (uint64_t)count; /* equal on these two */
+            m->salt = (uint64_t)(from * 1000) + (uint64_t)count; /* equal on both ranks */
             exactly(m, &s);
             m->salt = salt;
         }
@@ -769,7 +774,7 @@ TEST_P(long_gloo, exact_bytes_and_no_allocations, all_ranks, AT_NIGHT(GLOO)) {
     run_ranks(row, exact_bytes, &sizes, (size_t)row->world * (5 << 20));
 }
 
-/* Reductions in several pieces, to which near ranks add theirs without a message. */
+/* Reductions in several pieces, to which local ranks add their parts without a message. */
 static void many_pieces(member *m) {
     int64_t count = ((3 << 20) + 20) / 4;
     shape s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_F32, m->size, &count, 1);
@@ -782,7 +787,7 @@ TEST_P(gloo, many_pieces_beside_near_ranks, mixed_ranks) {
     run_ranks(row, many_pieces, NULL, (size_t)row->world * (5 << 20));
 }
 
-/* How often all threads of this process but the calling one have slept. */
+/* Returns how often all other threads of this process have slept. */
 static int64_t sleeps_of_others(void) {
     char path[64], line[256];
     int64_t sum = 0, own = syscall(SYS_gettid);
@@ -800,7 +805,8 @@ static int64_t sleeps_of_others(void) {
     return sum;
 }
 
-/* Runs it that often. How often the others have slept; *ms: how long it took. */
+/* Runs an operation `rounds` times. Returns how often the other threads have slept; *ms: the time
+   that it took. */
 static int64_t sleeps_in(member *m, const shape *s, int rounds, int64_t *ms) {
     for (int i = 0; i < 4; i++) run_shape(m, s);
     int64_t sleeps = sleeps_of_others(), start = fsdpi_monotonic_ns(NULL);
@@ -812,13 +818,13 @@ static int64_t sleeps_in(member *m, const shape *s, int rounds, int64_t *ms) {
     return sleeps;
 }
 
-/* A rank that waits for short messages reads them itself: it wakes no other thread to do it. (Those
-   that there are look around every 10 ms.) Long ones, and those of a rank that also waits for near
-   ranks, are left to Gloo's thread. */
+/* A rank that waits for short messages reads them itself and wakes no other thread. (Idle threads
+   look around every 10 ms.) Gloo's thread reads long messages, and those of a rank that also waits
+   for local ranks. */
 static void who_wakes(member *m) {
     const int64_t counts[] = {1024, 16384 / m->size, 1 << 20};
     const int rounds[] = {400, 400, 4};
-    int has_near = m->start->row->near > 1 && m->rank < 2; /* 2 of 3 */
+    int has_near = m->start->row->near > 1 && m->rank < 2; /* 2 of the 3 ranks */
     for (int n = 0; n < 3; n++)
         for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_REDUCE_SCATTER; kind++) {
             shape s = listed(kind, FSDP_F32, m->size, &counts[n], 1);
@@ -835,8 +841,8 @@ TEST_P(gloo, a_short_collective_wakes_no_other_thread, sleepy_ranks) {
     run_ranks(row, who_wakes, NULL, (size_t)row->world * (5 << 20));
 }
 
-/* 2 MiB in all are short, and not one element more. Each rank has its part of some kinds, and the
-   whole of the others; the two ranks of a pair say what a rank of two would. */
+/* Up to 2 MiB in all count as short, and not one element more. Depending on the kind, `count` is
+   per rank or in all; the two ranks of a pair behave like a world of two. */
 static void limits(member *m) {
     for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_RECV; kind++)
         for (int more = 0; more < 2; more++) {
@@ -859,8 +865,8 @@ TEST_P(gloo, the_limit_of_what_is_short, limit_ranks) {
     run_ranks(row, limits, NULL, (size_t)row->world * (5 << 20));
 }
 
-/* 32 KiB behind a record and not one element more, in one strip or in several; and in the regions of
-   an all_reduce, whose last ones are shorter (of many ranks some are empty). */
+/* Data follows a signature up to 32 KiB and not one element more, in one segment or several, and in
+   the regions of an all_reduce, of which the last ones are shorter, or empty with many ranks. */
 static void edges(member *m) {
     static const int64_t around[] = {8191, 8192, 8193};
     for (int n = -1; n < 2; n++) {
@@ -887,7 +893,7 @@ static void edges(member *m) {
     int64_t none = 0;
     for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_ALL_TO_ALL; kind++) {
         shape s = listed(kind, FSDP_F32, m->size, &none, 1);
-        exactly(m, &s); /* nothing at all is a record of each rank: they meet */
+        exactly(m, &s); /* without data, each rank sends a signature only */
     }
 }
 static const ranks some_ranks[] = {
@@ -937,7 +943,8 @@ TEST_P(gloo, unaligned_buffers, some_ranks) {
 
 /* ---- worlds of many ranks -------------------------------------------------------------------- */
 
-/* What a message may hold shrinks with the world, and so do the pieces of a reduction. */
+/* The maximum size of a message shrinks with the world size, and so do the pieces of a reduction.
+   */
 static void twenty(member *m) {
     int64_t lists[3] = {5, 9001, 70};
     int64_t small = 40;
@@ -950,7 +957,8 @@ static void twenty(member *m) {
     exactly(m, &s);
     s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, 70001);
     exactly(m, &s);
-    s = plain(FSDP_OP_ALL_REDUCE, FSDP_F64, 4097); /* 16 regions of 256, one of 1, 3 of 0 */
+    /* 16 regions of 256 elements, one of 1, 3 of 0 */
+    s = plain(FSDP_OP_ALL_REDUCE, FSDP_F64, 4097);
     exactly(m, &s);
     s = plain(FSDP_OP_ALL_REDUCE, FSDP_BF16, 3);
     exactly(m, &s);
@@ -963,7 +971,7 @@ static void twenty(member *m) {
 static const ranks many_ranks[] = {{"threads/W=20", 1, 20, 1}};
 TEST_P(gloo, many_ranks, many_ranks) { run_ranks(row, twenty, NULL, (size_t)1 << 20); }
 
-/* How much a comm of any size takes, without a transport: the header's promise. */
+/* Memory of comms of all sizes, without a transport: at most what the header states. */
 TEST(gloo, memory_of_comms_of_all_sizes) {
     transport fake;
     w_heap heap;
@@ -975,7 +983,7 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
         memset(&fake, 0, sizeof fake);
         fake.is_fake = 1;
         memset(c, 0, sizeof *c);
-        memset(c->at, 0xFF, sizeof c->at); /* nobody is near */
+        memset(c->at, 0xFF, sizeof c->at); /* no rank is local */
         w->base.base.boot = boot;
         c->base.world = &w->base.base, c->base.boot = &w->base.base.boot, c->base.size = size;
         CHECK_OK(fsdpi_gloo_make_messages(c));
@@ -1017,7 +1025,7 @@ typedef struct {
     fsdpi_store store;
     fsdpi_gloo_world world;
     fsdpi_gloo_comm comm[2];
-    fsdpi_gloo_connector gate[2]; /* 0 listens, 1 calls */
+    fsdpi_gloo_connector gate[2]; /* member 0 listens, member 1 connects */
 } gates;
 
 static gates *make_gates(void) {
@@ -1047,7 +1055,7 @@ static void pair_of(int fd[2]) {
     CHECK_EQ_INT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fd), 0);
 }
 
-/* Passes on what has come, with one bit of the byte number *at changed. Returns its bytes. */
+/* Forwards received bytes with one bit of byte number *at changed. Returns their number. */
 static size_t pass_on(int from, int to, long *at) {
     uint8_t bytes[256];
     ssize_t got = recv(from, bytes, sizeof bytes, 0);
@@ -1058,8 +1066,8 @@ static size_t pass_on(int from, int to, long *at) {
     return (size_t)got;
 }
 
-/* Somebody in between changes byte number `at` of all that both say; -1: none. Returns whether the
-   listener has taken the caller for a member. */
+/* Changes byte number `at` of all bytes that both ends send; -1: none. Returns 1 if the listener
+   has accepted the caller as a member. */
 static int has_admitted(gates *s, long at) {
     fsdpi_gloo_link *caller = &s->gate[1].links[0], *called = &s->gate[0].links[1];
     int to[2], from[2], fd[2];
@@ -1092,8 +1100,8 @@ TEST(gloo, a_changed_handshake_is_refused) {
     CHECK(has_admitted(s, -1));
     for (long at = 0; at < 52 + 64 + 32; at++)
         CHECK_MSG(!has_admitted(s, at), "with byte %ld changed", at);
-    CHECK(has_admitted(s, 52 + 64 + 32)); /* what WELCOME is does not matter */
-    /* Both know the ticket; one does not know the token, or means another comm. */
+    CHECK(has_admitted(s, 52 + 64 + 32)); /* the bytes of WELCOME are not checked */
+    /* Both know the ticket. One does not know the token, or belongs to another comm. */
     s->comm[1].base.id = 78;
     CHECK(!has_admitted(s, -1));
     s->comm[1].base.id = 77;
@@ -1106,8 +1114,8 @@ TEST(gloo, a_changed_handshake_is_refused) {
     free_gates(s);
 }
 
-/* Many call and say nothing, little, or nonsense, and hang up at once or never; or they have heard
-   the ticket, and go no further. Then a member. */
+/* Many untrusted peers connect: they send nothing, a little, or nonsense, and hang up at once or
+   never; or they have seen the ticket, and stop after it. Then a member connects. */
 static void gets_past_strangers(int have_heard) {
     enum { STRANGERS = 400 };
     gates *s = make_gates();
@@ -1116,9 +1124,10 @@ static void gets_past_strangers(int have_heard) {
     int fd[STRANGERS];
     uint8_t noise[100], heard[52];
     memset(noise, 0x5A, sizeof noise);
-    memcpy(noise, s->gate[0].doors[0].ticket, 15); /* the last byte differs */
+    memcpy(noise, s->gate[0].doors[0].ticket, 15); /* only the last byte differs */
     noise[15] = (uint8_t)~s->gate[0].doors[0].ticket[15];
-    memcpy(heard, s->gate[0].doors[0].ticket, 16); /* of who listens on the network: as member 1 */
+    /* as an eavesdropper would send it, posing as member 1 */
+    memcpy(heard, s->gate[0].doors[0].ticket, 16);
     memset(heard + 16, 0, sizeof heard - 16);
     heard[16] = 1;
     for (int i = 0; i < STRANGERS; i++) {
@@ -1158,13 +1167,13 @@ TEST(long_gloo, a_member_gets_past_strangers_300_times, SECONDS(600) | AT_NIGHT(
 
 enum { LAST_BYTES = 64 << 20 };
 
-/* Everything in [p, p + bytes) is `value`, which is quicker than a loop. */
+/* Checks that all of [p, p + bytes) is `value`, faster than a loop. */
 static void all_are(const char *p, size_t bytes, int value) {
     CHECK_EQ_INT(*(const unsigned char *)p, (unsigned char)value);
     W_CHECK(!memcmp(p, p + 1, bytes - 1), "bytes are not all %d", value);
 }
 
-/* An operation of 64 MiB in a world of its own, which one rank closes at once. */
+/* Runs an operation of 64 MiB in its own world, which one rank closes at once. */
 static void last_words(const launch *l, int rank, int round, fsdp_threads *threads) {
     w_heap heap;
     transport seen;
@@ -1189,7 +1198,7 @@ static void last_words(const launch *l, int rank, int round, fsdp_threads *threa
     } else if (kind == 1) {
         count /= 4;
         s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_I32, world, &count, 1);
-        memset(data, 1 + rank, LAST_BYTES); /* no carries: bytes add up */
+        memset(data, 1 + rank, LAST_BYTES); /* no carries: the sums of bytes fit */
     } else {
         s = plain(FSDP_OP_BROADCAST, FSDP_U8, LAST_BYTES);
         s.root = leaver;
@@ -1199,7 +1208,7 @@ static void last_words(const launch *l, int rank, int round, fsdp_threads *threa
     if (kind == 1) c.dst = data + (size_t)count * 4 * (size_t)rank;
     if (h_rand64(&dice) % 2) usleep((useconds_t)(h_rand64(&dice) % 3000));
     OK_ON(comm, ops()->run(comm, &c));
-    if (rank != leaver) { /* not less than a goodbye's patience, once */
+    if (rank != leaver) { /* once, longer than the close handshake's timeout */
         usleep((useconds_t)(round == 2 ? 700000 : h_rand64(&dice) % 5000));
         OK_ON(comm, ops()->poll(comm));
         for (int k = 0; k < world && kind == 0; k++)
@@ -1241,15 +1250,16 @@ TEST_P(long_gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks, SECONDS(
     run_last_words(row, MOST_ROUNDS);
 }
 
-/* ---- a thread that does not get to run while its message comes and the sender leaves ---------- */
+/* ---- a thread that is held while its message arrives and the sender leaves ------------------- */
 
 static struct {
     fsdp_gloo_context *context;
     pthread_t thread;
     long id;
-} held; /* who waits */
+} held; /* the thread that waits */
 
-/* In the thread that waits: until Gloo's has read all, and has looked for ends once more. */
+/* Holds the waiting thread until Gloo's thread has read everything, and has checked once more for
+   closed connections. */
 static void hold(int number) {
     long ns = 0;
     (void)number;
@@ -1272,7 +1282,7 @@ static void waits_and_is_held(member *m) {
     fsdp_coll op = coll_of(&s, m->src, m->dst, "held");
     op.src = op.dst;
     *(float *)(void *)m->dst = (float)(1 + m->rank);
-    if (m->rank == 0) { /* Gloo's thread reads */
+    if (m->rank == 0) { /* makes Gloo's thread read */
         CHECK(signal(SIGUSR1, hold) != SIG_ERR);
         held.thread = pthread_self(), held.id = syscall(SYS_gettid);
         fsdp_gloo_context_overlap(c->context, 1);
@@ -1297,12 +1307,12 @@ TEST(gloo, what_has_arrived_when_its_sender_leaves_counts) {
 
 enum { TRIO = 3, TEXT = 1400 };
 
-/* What became of one rank. */
+/* Result of one rank. */
 typedef struct {
     w_heap heap;
     transport seen;
-    int step, status; /* that failed, and how */
-    int64_t ns;       /* from the failure of the victim to the end */
+    int step, status; /* the step that failed, and its status */
+    int64_t ns;       /* from the victim's failure to the end */
     char text[TEXT];
 } outcome;
 
@@ -1326,7 +1336,7 @@ static void on_trial(int thread, int world, void *arg) {
 }
 
 static void run_trials(trial *list, int count, void (*body)(trial *, int)) {
-    enum { BATCH = 24 }; /* worlds at the same time: most of their time they wait */
+    enum { BATCH = 24 }; /* worlds at a time: mostly they wait */
     trials all = {list, body};
     for (int i = 0; i < count; i += BATCH, all.list += BATCH)
         h_ranks_thread(TRIO * (count - i < BATCH ? count - i : BATCH), on_trial, &all);
@@ -1337,7 +1347,8 @@ static void open_trial(trial *t, int rank, member *m, outcome *o) {
     mine = &o->seen;
     t->threads.size = TRIO;
     m->boot = boot_of(rank, TRIO, &t->threads, "trial", &o->heap);
-    m->boot.timeout_ns = (int64_t)3600 * 1000000000; /* who waits for it is late for this test */
+    /* a rank that waits for this deadline fails the test */
+    m->boot.timeout_ns = (int64_t)3600 * 1000000000;
     m->rank = m->index = rank;
     m->size = TRIO;
     for (int k = 0; k < TRIO; k++) m->of[k] = k;
@@ -1345,14 +1356,15 @@ static void open_trial(trial *t, int rank, member *m, outcome *o) {
 
 static int descriptors(void) { return h_entries("/proc/self/fd"); }
 
-/* Begins with this rank's name. */
+/* Returns 1 if the text begins with this rank's name. */
 static int is_from(const char *text, int rank) {
     char name[16];
     snprintf(name, sizeof name, "rank %d: ", rank);
     return !strncmp(text, name, strlen(name));
 }
 
-static int says_rank(const char *text, int rank) { /* behind its own name */
+/* Returns 1 if the text names a rank after the rank's own prefix. */
+static int says_rank(const char *text, int rank) {
     char name[16];
     const char *rest = strstr(text, ": ");
     snprintf(name, sizeof name, "rank %d", rank);
@@ -1376,7 +1388,7 @@ static fsdp_status one_step(member *m, member *g, int step) {
     return status;
 }
 
-/* All steps, until one fails; then everything is closed. */
+/* Runs all steps until one fails; then closes everything. */
 static void program(trial *t, int rank) {
     static const int32_t backwards[TRIO] = {2, 1, 0};
     fsdp_group group = {0, TRIO - 1 - rank, TRIO, 0, backwards, "group"};
@@ -1412,7 +1424,7 @@ static void program(trial *t, int rank) {
 
 typedef struct {
     const char *name;
-    int call, is_own; /* is_own: it is no peer's doing */
+    int call, is_own; /* is_own: the cause is never a peer */
 } failing_call;
 static const failing_call failing_calls[] = {
     {"device_create", DEVICE_CREATE, 1},
@@ -1451,14 +1463,15 @@ static void check_failure(const trial *t, const failing_call *row) {
     }
 }
 
-/* Trials of this call's failures: `most` places for each way to fail, in turns on each rank. */
+/* Runs trials of failures of this call: up to `most` places for each error, with the victim in
+   turn. */
 static void fail_everywhere(const failing_call *row, int most) {
     static const int ways[] = {FSDP_GLOO_NO_MEMORY, FSDP_GLOO_INTERNAL, FSDP_GLOO_LOST,
                                FSDP_GLOO_TIMEOUT};
     trial *list = (trial *)lab_zeros((size_t)(4 * most + 1), sizeof *list);
     int count = 0, before = descriptors();
     uint64_t dice = h_seed();
-    run_trials(list, 1, program); /* nothing fails: how often is it called? */
+    run_trials(list, 1, program); /* without a failure: counts the calls */
     for (int k = 0; k < TRIO; k++)
         CHECK_MSG(list->rank[k].step == STEPS, "rank %d: %s", k, list->rank[k].text);
     int64_t total[TRIO], longest = 0;
@@ -1496,7 +1509,7 @@ TEST_P(long_gloo, a_failing_transport_ends_the_world, failing_calls, SECONDS(300
 /* ---- ranks disagree -------------------------------------------------------------------------- */
 
 typedef struct {
-    const char *name, *word; /* what the text calls it */
+    const char *name, *word; /* word: name of the field in the error */
 } field;
 static const field fields[] = {
     {"gather_or_scatter", "operation"},
@@ -1525,7 +1538,7 @@ static int field_is(const trial *t, const char *name) {
     return !strcmp(fields[t->variant].name, name);
 }
 
-/* What the rank calls; is_odd: this one differs. */
+/* Returns the operation of a rank; is_odd: of the rank that differs. */
 static shape disputed(const trial *t, int is_odd) {
     int64_t n = t->is_large ? 20000 : 100, two[2] = {n / 2, n / 2};
     if (is_odd && field_is(t, "less")) n -= 60;
@@ -1557,7 +1570,7 @@ static shape disputed(const trial *t, int is_odd) {
     return s;
 }
 
-/* Two operations on which all agree, then one on which they do not. */
+/* Runs two operations on which all ranks agree, then one on which they do not. */
 static void disagree(trial *t, int rank) {
     outcome *o = &t->rank[rank];
     member m;
@@ -1577,7 +1590,7 @@ static void disagree(trial *t, int rank) {
     memset(m.dst - GUARD, 0x5a, m.room + 2 * GUARD);
     o->status = (int)ops()->run(m.comm, &c);
     snprintf(o->text, sizeof o->text, "%s", ops()->error_text(m.comm));
-    all_are(m.dst - GUARD, GUARD, 0x5a); /* nobody writes where nothing was expected */
+    all_are(m.dst - GUARD, GUARD, 0x5a); /* nothing is written outside the expected range */
     all_are(m.dst + to, m.room - to + GUARD, 0x5a);
     CHECK_STATUS(ops()->run(m.comm, &c), FSDP_ERR_MISMATCH);
     leave_room(&m);
@@ -1681,8 +1694,8 @@ static void *second_lane(void *arg) {
     return NULL;
 }
 
-/* On the world, a group of all in another order, and groups of every second rank; and in a second
-   thread on a group of its own. */
+/* Runs random operations on the world, on a group of all ranks in reverse order, and on groups of
+   every second rank; at the same time a second thread uses another group. */
 static void anything(member *m) {
     int steps = *(const int *)m->start->arg, parity = m->rank % 2, size = 0;
     int32_t all[MAX_WORLD], backwards[MAX_WORLD], half[MAX_WORLD];
@@ -1741,7 +1754,7 @@ static void check_words(const char *at, size_t bytes, uint64_t salt) {
 }
 
 static void huge(member *m) {
-    int64_t count = ((int64_t)1 << 31) + 40; /* of a rank; together more than 2^32 */
+    int64_t count = ((int64_t)1 << 31) + 40; /* per rank; together more than 2^32 */
     size_t part = (size_t)count, bytes = 2 * part;
     char *data;
     OK_ON(m->comm, ops()->alloc(m->comm, bytes, (void **)&data));

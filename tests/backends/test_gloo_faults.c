@@ -1,6 +1,6 @@
-/* test_gloo_faults.c - ranks of the Gloo backend that die, stall, differ, come late or never; cut
-   and bad links; strangers at the ports; and nothing left behind. No call blocks for ever, and
-   every rank gets a status that names the culprit. What every backend does is in conformance.c.
+/* test_gloo_faults.c - ranks of the Gloo backend that die, stall, differ, arrive late or never; cut
+   and slow links; untrusted peers at the ports; and leaks. No call may block forever, and every
+   rank must get a status that names the culprit. conformance.c has the contract of all backends.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | GLOO
@@ -23,7 +23,8 @@ static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
     return new_job("gloo", world, timeout_ms, body);
 }
 
-/* Jobs from here on: so many ranks of this host share memory, the others use TCP. 0: all share. */
+/* Jobs from here on: `near` ranks at a time share memory, the others use TCP. 0: all share memory.
+   */
 static void be_near(int near) {
     char text[16];
     snprintf(text, sizeof text, "%d", near);
@@ -36,7 +37,7 @@ TEST(gloo_faults, culprits_are_found_in_texts) {
                        "split. Rank 5 has to";
     static const int expected[] = {1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0};
     for (int k = 0; k < 14; k++) CHECK_EQ_INT(names(text, 1, k), expected[k]);
-    CHECK(names(text, 2, 1)); /* another one says it */
+    CHECK(names(text, 2, 1)); /* text of another rank */
     CHECK(!names("rank 1: it has not come, frank 2, ranks", 1, 2));
 }
 
@@ -88,7 +89,7 @@ static uint64_t bits_of(trainer *t) {
     return h;
 }
 
-/* A training loop of j->rounds steps. */
+/* A training loop with j->rounds steps. */
 static void train(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
@@ -141,7 +142,7 @@ static void close_table(table *t) {
     if (t->world) ops()->close(t->world);
 }
 
-/* A group of all ranks, backwards. */
+/* Makes a group of all ranks in reverse order. */
 static fsdp_status split_table(table *t) {
     int32_t ranks[RANKS];
     int n = t->boot.size;
@@ -150,7 +151,7 @@ static fsdp_status split_table(table *t) {
     return ops()->split(t->world, &g, &t->group);
 }
 
-/* One operation in which all ranks agree, as large as the buffers. */
+/* Returns an operation on which all ranks agree, as large as the buffers. */
 static fsdp_coll coll_of(table *t, int kind, fsdp_seg *seg) {
     uint64_t all = t->bytes / sizeof(float), part = all / (uint64_t)t->boot.size;
     fsdp_coll c;
@@ -171,7 +172,8 @@ static fsdp_status run_one(table *t, fsdp_comm *comm, int kind, uint64_t count) 
     return ops()->run(comm, &c);
 }
 
-/* Operations of all kinds by turns on the world and on a group, which is made again at times. */
+/* Runs operations of all kinds, alternately on the world and on a group that is sometimes made
+   again. */
 static void loop(job *j, int rank) {
     static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE,
                                 FSDP_OP_BROADCAST, FSDP_OP_ALL_REDUCE};
@@ -205,7 +207,7 @@ static void loop(job *j, int rank) {
 typedef struct {
     const char *name;
     void (*body)(job *, int);
-    int place, delay_us; /* the kill comes up to so long after the victim's arrival */
+    int place, delay_us; /* the kill comes up to delay_us after the victim's arrival */
     size_t bytes;
 } point;
 static const point points[] = {
@@ -229,7 +231,7 @@ static const point points[] = {
 };
 enum { POINTS = (int)(sizeof points / sizeof points[0]) };
 
-/* A death after a survivor's last operation may not show at all. */
+/* A death after a survivor's last operation may go unnoticed. */
 static void check_survivor(const job *j, int k, tally *sum) {
     const report *r = &j->rank[k];
     if (sum->place == AT_CLOSE && !r->status) return;
@@ -280,9 +282,9 @@ static const stop stops[] = {
     {"train/W=4/rank_2", train, 4, 2, 2, AT_STEP, 300, 600, 0, 1},
 };
 
-/* All ranks but `except` have TIMEOUT within the deadline and `extra`, and name the victim; is_alone: and
-   nobody else. On a
-   machine that does not run the processes in time, their neighbours are late as well. */
+/* Checks that all ranks but `except` got TIMEOUT within the deadline plus extra_ms, and that they
+   name the victim; is_alone: only the victim. If the machine does not run the processes in time, a
+   text may name its neighbours. */
 static void all_timed_out(job *j, int except, int extra_ms, int is_alone) {
     int64_t busy_ms = allowed_ms(j, 0);
     for (int k = 0; k < j->world; k++) {
@@ -311,7 +313,8 @@ TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
     mark(j);
     kill(j->pid[j->victim], SIGSTOP);
     J_CHECK(j, await_results(j, j->victim, 5000), "a rank hangs");
-    /* Who shares memory with it cannot tell a stopped rank from one that waits elsewhere. */
+    /* A rank that shares memory with it cannot tell a stopped rank from one that waits elsewhere.
+       */
     all_timed_out(j, j->victim, row->bytes ? 1000 : row->near == 1 ? 200 : 300, 1);
     kill(j->pid[j->victim], SIGCONT);
     J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
@@ -331,7 +334,7 @@ static job *make_hosts(int world, int timeout_ms, void (*body)(job *, int)) {
     return j;
 }
 
-/* The bits of a training of so many steps that nothing disturbs. */
+/* Returns a job with the bits of a training of `rounds` steps without faults. */
 static job *undisturbed(int world, int rounds) {
     job *j = make_job(world, 20000, train);
     j->rounds = rounds;
@@ -403,7 +406,7 @@ TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
 }
 
 typedef struct {
-    const char *name, *netem; /* netem NULL: a wire */
+    const char *name, *netem; /* netem NULL: a simulated wire */
     int world, delay_us, jitter_us, loss, lanes;
 } bad;
 static const bad bads[] = {{"wire/20ms", NULL, 2, 20000, 5000, 0, 0},
@@ -434,7 +437,7 @@ TEST_P(gloo_faults, bad_link_does_not_change_bits, bads) {
     if (!row->netem) n_wire_end(w);
 }
 
-/* Bytes that a device of a host has sent so far. */
+/* Returns the number of bytes that a device of a host has sent. */
 static uint64_t sent_by(int host, const char *device) {
     unsigned long long bytes = 0;
     char line[512];
@@ -449,10 +452,11 @@ static uint64_t sent_by(int host, const char *device) {
     return bytes;
 }
 
-/* Two hosts of two ranks. What crosses is what docs/cluster.md says: a gather or a scatter of S
-   bytes, half of which are on the other host, costs each rank S / 4 for each of two ranks there, so
-   2 S in all; an all_reduce twice that; a broadcast 1.5 S: each of the two that have nothing gets
-   three quarters, and the last one from its neighbour. Within a host nothing is sent. */
+/* Two hosts with two ranks each. The bytes on the network are those of docs/cluster.md. A gather or
+   scatter of S bytes, of which half are on the other host, costs each rank S / 4 for each of the
+   two ranks there, so 2 S in all; an all_reduce costs twice that. A broadcast costs 1.5 S: each of
+   the two ranks without the data receives three quarters, and reads the rest from its neighbour.
+   Within a host nothing is sent. */
 static void two_to_a_host(job *j, int rank) {
     (void)j;
     n_enter(n_host[rank / 2]);
@@ -473,12 +477,12 @@ TEST(gloo_faults, bytes_between_two_hosts) {
         for (int h = 0; h < 2; h++) wire += sent_by(h, "eth0"), within += sent_by(h, "lo");
         h_message("%d of a host share memory: %.3f of the data on the wire, %.3f within hosts",
                   near ? near : 2, (double)wire / (double)data, (double)within / (double)data);
-        if (near) CHECK(within > data / 4); /* it is seen */
+        if (near) CHECK(within > data / 4); /* the counter works */
         else CHECK(wire >= data && wire < data / 8 * 9 && within < S);
     }
 }
 
-/* Packets are lost in one direction only: what this rank sends, or what is sent to it. */
+/* Packets are lost in one direction only: from this rank or to it. */
 static const struct {
     const char *name;
     int direction;
@@ -495,8 +499,8 @@ TEST_P(gloo_faults, link_cut_in_one_direction, ways) {
     mark(j);
     __atomic_store_n(&w->cut[2], row->direction, __ATOMIC_SEQ_CST);
     J_CHECK(j, !finish(j, 5000), "a rank hangs");
-    /* Where packets still go, the end of a connection may be the first news: of the victim's to its
-       peers, or of theirs to the victim. */
+    /* Where packets still arrive, a rank may first see that a connection has ended: a peer that the
+       victim closed its end, or the victim that peers closed theirs. */
     for (int k = 0; k < 3; k++) {
         const report *r = &j->rank[k];
         J_CHECK(j,
@@ -550,7 +554,8 @@ TEST_P(gloo_faults, rank_that_never_comes_is_named, comings) {
     all_timed_out(j, row->who, 200, 0);
 }
 
-/* When it comes, the others have given up: it is told so, or finds nobody, by its own deadline. */
+/* When the rank arrives, the others have given up. It gets an error, or finds no peer, by its own
+   deadline. */
 TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     job *j = make_coming(row->world, 500, row->store);
     j->victim = row->who;
@@ -565,7 +570,7 @@ TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     J_CHECK(j, took_ms(j, row->who) <= 2 * j->timeout_ms + allowed_ms(j, 400), "too late");
 }
 
-/* One that meets the others late, and goes no further. */
+/* A rank that reaches the store late, and stops there. */
 static void stays_at_the_store(job *j, int rank) {
     fsdpi_store_desc desc;
     fsdpi_store *store;
@@ -634,7 +639,7 @@ TEST(gloo_faults, two_jobs_on_one_port) {
         job *b = make_coming(2, 20000, NULL), *c = make_coming(2, 20000, NULL);
         snprintf(b->store, sizeof b->store, "%s", a->store);
         snprintf(c->store, sizeof c->store, "%s", a->store);
-        b->late_ms[round & 1] = 30 * (round & 2); /* who is first at the port changes */
+        b->late_ms[round & 1] = 30 * (round & 2); /* varies who gets the port first */
         start(b);
         start(c);
         J_CHECK(b, !finish(b, 20000), "a rank of the first job hangs");
@@ -646,11 +651,11 @@ TEST(gloo_faults, two_jobs_on_one_port) {
     }
 }
 
-/* ---- strangers at the ports ------------------------------------------------------------------ */
+/* ---- untrusted peers at the ports ------------------------------------------------------------ */
 
-enum { KEPT = 200 }; /* connections that a stranger keeps, silent */
+enum { KEPT = 200 }; /* connections that an untrusted peer keeps open, silently */
 
-/* Talks nonsense to one port in one of several ways. */
+/* Sends nonsense to a port in one of several ways. */
 static void pester(const struct sockaddr_in *to, uint64_t *random, int kept[KEPT]) {
     static const char http[] = "GET / HTTP/1.1\r\nHost: x\r\n\r\n";
     char noise[4096];
@@ -659,11 +664,12 @@ static void pester(const struct sockaddr_in *to, uint64_t *random, int kept[KEPT
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return;
     for (size_t i = 0; i < sizeof noise; i++) noise[i] = (char)h_rand64(random);
-    if (way == 3) memcpy(noise, "\x46\x4b\x56\x31\x02\0\0\0", 8); /* the magic of the store */
+    /* the magic number of the store */
+    if (way == 3) memcpy(noise, "\x46\x4b\x56\x31\x02\0\0\0", 8);
     int connected = !connect(fd, (const struct sockaddr *)to, sizeof *to) || errno == EINPROGRESS;
     if (connected && way != 4) usleep((useconds_t)(h_rand64(random) % 500));
     size_t size = way == 0 ? 0 : way == 1 ? sizeof http - 1 : h_rand64(random) % sizeof noise;
-    if (way == 6) size %= 52; /* shorter than what a member says first */
+    if (way == 6) size %= 52; /* shorter than a member's first message */
     if (way == 7) size = 0;
     if (connected && size) (void)!send(fd, way == 1 ? http : noise, size, MSG_NOSIGNAL);
     if (way == 4) setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
@@ -674,8 +680,8 @@ static void pester(const struct sockaddr_in *to, uint64_t *random, int kept[KEPT
     if (fd > 0) close(fd);
 }
 
-/* Places of this namespace where somebody listens: the store, and ranks that meet. Nobody hears who
-   calls at 127.127.127.127. */
+/* Finds the addresses with listeners in this namespace: the store, and ranks that connect.
+   Listeners at 127.127.127.127 accept no callers. */
 static int listening(struct sockaddr_in at[], int max) {
     FILE *f = fopen("/proc/net/tcp", "r");
     char line[256];
@@ -733,11 +739,11 @@ static job *make_lone(int world, void (*body)(job *, int)) {
 
 static const struct {
     const char *name;
-    int from_the_start; /* also while ranks meet */
+    int from_the_start; /* also while ranks connect */
 } scans[] = {{"training", 0}, {"meeting", 1}};
 
 TEST_P(gloo_faults, port_scanner, scans) {
-    const char *why = n_begin(0); /* a namespace of its own: no ports of others are touched */
+    const char *why = n_begin(0); /* a new namespace: no other job's ports are touched */
     if (why) SKIP(why);
     be_near(1);
     enum { MANY = 300 };
@@ -750,7 +756,7 @@ TEST_P(gloo_faults, port_scanner, scans) {
         J_CHECK(j, await(j, k, AT_STEP, 1), "it does not run");
     int count = row->from_the_start ? 0 : listening(at, 8), heard = 0;
     for (int k = 0; k < count; k++) heard += at[k].sin_addr.s_addr != htonl(0x7F7F7F7F);
-    CHECK(row->from_the_start || heard == 1); /* the store: nobody else */
+    CHECK(row->from_the_start || heard == 1); /* only the store listens */
     pid_t scanner = start_scan(h_seed(), 0, touched);
     if (row->from_the_start) start(j);
     J_CHECK(j, !finish(j, 30000), "a rank hangs");
@@ -761,7 +767,7 @@ TEST_P(gloo_faults, port_scanner, scans) {
     same_bits(j, calm);
 }
 
-/* Jobs that make groups again and again, while strangers call wherever their ranks listen. */
+/* Jobs make groups again and again while untrusted peers call all their listeners. */
 static void floods(int jobs) {
     const char *why = n_begin(0);
     if (why) SKIP(why);
@@ -787,11 +793,11 @@ static void floods(int jobs) {
 TEST(gloo_faults, strangers_at_data_ports, SECONDS(120)) { floods(W_SLOW ? 4 : 12); }
 TEST(long_gloo_faults, strangers_at_data_ports, SECONDS(1200) | AT_NIGHT(GLOO)) { floods(300); }
 
-/* Somebody writes into the connections of a running job, as only who sits on the network's path
-   can: Gloo throws in its own thread, and nobody is ended by that. */
+/* An attacker on the network's path writes into the connections of a running job: Gloo throws in
+   its own thread, and no process is ended by that. */
 static const struct {
     const char *name;
-    uint64_t slot; /* of a message of 1 MiB; 0: noise */
+    uint64_t slot; /* slot of a message of 1 MiB; 0: noise */
 } intrusions[] = {{"longer_than_expected", FSDPI_GLOO_SLOT_RECORD},
                   {"not_expected", FSDPI_GLOO_SLOT_DATA},
                   {"noise", 0}};
@@ -819,7 +825,7 @@ static void intrudes(job *j, int rank) {
 TEST_P(gloo_faults, intruder_on_the_path, intrusions) {
     be_near(1);
     job *j = make_job(3, row->slot ? 20000 : 1500, intrudes);
-    j->victim = 1, j->extra = &row->slot; /* the store is no TCP connection */
+    j->victim = 1, j->extra = &row->slot; /* so that the store is not a TCP connection */
     start(j);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
     for (int k = 0; k < 3; k++) {
@@ -829,7 +835,7 @@ TEST_P(gloo_faults, intruder_on_the_path, intrusions) {
     }
 }
 
-/* A program closes all descriptors that it does not know, also those of Gloo. */
+/* A program closes all descriptors that it does not know, including Gloo's. */
 static void closes_all(job *j, int rank) {
     table t;
     fsdp_status status = open_table(j, rank, &t);
@@ -839,7 +845,7 @@ static void closes_all(job *j, int rank) {
     tell(j, rank, status, status ? ops()->error_text(t.world) : "");
     close_table(&t);
     at(j, rank, AT_END);
-    _exit(0); /* no leak checker: what cannot be closed is not freed */
+    _exit(0); /* no leak check: Gloo's objects cannot be freed */
 }
 TEST(gloo_faults, program_closes_all_descriptors) {
     be_near(1);
@@ -1006,13 +1012,13 @@ TEST_P(gloo_faults, launcher_that_serves_ends, launchers) {
     if (row->killed) {
         all_got(j, -1, FSDP_ERR_PEER_LOST, "launcher");
         all_know(j, -1, 1000);
-    } else { /* an orderly end is no failure: ranks go on without a store */
+    } else { /* a store that closes in order is no failure: ranks continue without it */
         all_got(j, -1, FSDP_OK, NULL);
         same_bits(j, calm);
     }
 }
 
-/* With a launcher that serves, the death of rank 0 is that of any rank. */
+/* With a launcher that serves the store, the death of rank 0 is like that of any other rank. */
 TEST(gloo_faults, rank_0_dies_while_a_launcher_serves) {
     job *j = make_coming(3, 20000, "tcp");
     pid_t pid = serve(j);
@@ -1037,7 +1043,7 @@ static void *abort_soon(void *world) {
     fsdp_abort((fsdp_world *)world, "out of data");
     return NULL;
 }
-static void aborts_from_a_thread(job *j, fsdp_world *world) { /* the others wait for this one */
+static void aborts_from_a_thread(job *j, fsdp_world *world) { /* the others wait for this rank */
     pthread_t thread;
     (void)j;
     CHECK_EQ_INT(pthread_create(&thread, NULL, abort_soon, world), 0);
@@ -1080,10 +1086,10 @@ static void rank_leaves(const leaving *row, int victim, int near) {
 }
 TEST_P(gloo_faults, rank_that_leaves, leavings) {
     for (int near = 0; near < 3; near++) rank_leaves(row, near % 2, near);
-    rank_leaves(row, 0, 1); /* which serves the store */
+    rank_leaves(row, 0, 1); /* rank 0 serves the store */
 }
 
-/* A rank closes a group in which others wait: it has left that group, and they are told so. */
+/* A rank closes a group in which others wait: they learn that it has left the group. */
 static void closes_group(job *j, int rank) {
     table t;
     fsdp_status status = open_table(j, rank, &t);
@@ -1113,8 +1119,8 @@ TEST(gloo_faults, group_is_closed_while_others_are_inside) {
     }
 }
 
-/* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank.
-   Nobody carries a verdict then: each has what its own connections tell. */
+/* Rank 0, which serves the store, leaves in order. The others continue in a group and lose a rank.
+   No store passes on the failure then: each rank learns of it from its own connections. */
 static void without_a_store(job *j, int rank) {
     int32_t ranks[3] = {1, 2, 3};
     fsdp_group g = {rank ? 1 : -1, rank - 1, 3, 0, ranks, "others"};
@@ -1157,7 +1163,7 @@ TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
     all_know(j, 2, 1000);
 }
 
-/* Near ranks need no store to learn that one of them has aborted. */
+/* Local ranks need no store to learn that one of them has aborted. */
 static void aborts_without_a_store(job *j, int rank) {
     int32_t ranks[2] = {1, 2};
     fsdp_group g = {rank ? 1 : -1, rank - 1, 2, 0, ranks, "others"};
@@ -1187,8 +1193,8 @@ TEST(gloo_faults, rank_aborts_after_the_store_has_left) {
     }
 }
 
-/* The store is there, and silent: its host is stopped. What a rank's own connections tell is enough,
-   also in the middle of a message. */
+/* The store exists but is silent: its host is stopped. A rank's own connections are enough to
+   notice a death, also in the middle of a message. */
 static const struct {
     const char *name, *store;
     int place, near;
@@ -1217,7 +1223,7 @@ TEST_P(gloo_faults, rank_dies_while_the_store_is_silent, silent) {
     all_name(j, 2, 2);
 }
 
-/* All leave in order, at different times: nobody takes another's end for a failure. */
+/* All ranks leave in order, at different times: no rank takes this for a failure. */
 static void leaves_one_by_one(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
@@ -1345,7 +1351,7 @@ TEST(gloo_faults, rows_and_columns_at_once) {
     }
 }
 
-/* A rank whose files may not grow has no common file; it is beside those that have one. */
+/* A rank whose files may not grow cannot share memory: it uses TCP next to ranks that do. */
 static void files_are_limited(job *j, int rank) {
     struct rlimit limit = {1 << 20, 1 << 20};
     if (rank == j->victim) CHECK_EQ_INT(setrlimit(RLIMIT_FSIZE, &limit), 0);
@@ -1434,7 +1440,8 @@ TEST(gloo_faults, groups_100_times, SECONDS(120)) {
     h_message("%d cycles of %.1f ms", CYCLES, (double)(now_ns() - begin) * 1e-6 / CYCLES);
 }
 
-/* A failed world leaves nothing either. The heap takes some 20 of them to have all that it keeps. */
+/* A failed world leaks nothing either. The heap needs some 20 worlds until it has all that it
+   keeps. */
 static void failed_cycles(job *j, int rank) {
     usage first;
     w_heap heap;
@@ -1443,7 +1450,7 @@ static void failed_cycles(job *j, int rank) {
         fsdp_world *world;
         w_heap_use(&heap, &d);
         fsdp_status status = fsdp_init(&d,
-                                       &world); /* may see the abort of a rank that was faster */
+                                       &world); /* may fail: a faster rank may have aborted */
         const char *text = fsdp_last_error(NULL);
         if (!status && rank == i % j->world) fsdp_abort(world, "enough");
         if (!status) status = fsdp_barrier(world), text = fsdp_last_error(world);
@@ -1463,7 +1470,7 @@ TEST(gloo_faults, aborted_worlds_leave_nothing) {
     all_got(j, -1, FSDP_OK, NULL);
 }
 
-/* Each allocation of rank j->victim fails once: a clean error on all ranks, and no leak. */
+/* Each allocation of rank j->victim fails once: all ranks get an error, and nothing leaks. */
 static void one_life(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
@@ -1499,12 +1506,13 @@ static void allocations_fail(int victim, int step) {
             J_CHECK(j, in_order(&j->rank[k]), "allocation %d: rank %d did not end in order", n, k);
         injected = j->rank[victim].bits > 0;
         int status = j->rank[victim].status, other = j->rank[!victim].status;
-        /* PEER_LOST: cut off by the store. TIMEOUT: this machine does not run the processes. */
+        /* PEER_LOST: the store has cut off the rank. TIMEOUT: the machine did not run the processes
+           in time. */
         int clean = status == FSDP_ERR_OUT_OF_MEMORY || status == FSDP_ERR_PEER_LOST ||
                     (status == FSDP_ERR_TIMEOUT && allowed_ms(j, 0) > 200);
         J_CHECK(j, !status || (injected && clean), "allocation %d", n);
         J_CHECK(j, !other == !status, "allocation %d: the other rank got %d", n, other);
-        survived += injected && !status; /* a connection is refused, and tried again */
+        survived += injected && !status; /* e.g. a connection is refused, and tried again */
         int named = !status || names(j->rank[!victim].text, !victim, victim);
         if (!named) fprintf(stderr, "allocation %d:\n", n), shows(j);
         names_none += !named;
@@ -1527,7 +1535,7 @@ TEST(long_gloo_faults, every_allocation_fails_once, SECONDS(1200) | AT_NIGHT(GLO
     }
 }
 
-/* In place of the C library's, also for Gloo: that one of the next registrations is refused. */
+/* Replaces the C library's epoll_ctl, also for Gloo, so that a later registration fails. */
 static int registrations = -1;
 int epoll_ctl(int loop, int how, int fd, struct epoll_event *event) {
     if (how == EPOLL_CTL_ADD && registrations >= 0 && registrations-- == 0) {
@@ -1537,8 +1545,8 @@ int epoll_ctl(int loop, int how, int fd, struct epoll_event *event) {
     return (int)syscall(SYS_epoll_ctl, loop, how, fd, event);
 }
 
-/* If the system watches no more descriptors, there is no device, and nothing is left of it: Gloo's
-   thread does not go on with what is gone. */
+/* If the system watches no more descriptors, creating a device fails and leaves nothing: Gloo's
+   thread does not use freed objects. */
 TEST(gloo_faults, device_that_epoll_refuses) {
     int refused = -1, failed = 1;
     usage before = usage_now();
@@ -1551,13 +1559,13 @@ TEST(gloo_faults, device_that_epoll_refuses) {
         CHECK_EQ_INT(result, failed ? FSDP_GLOO_INVALID : FSDP_GLOO_OK);
         CHECK((device == NULL) == failed);
         if (device) fsdp_gloo_device_destroy(device);
-        usleep(failed ? 20000 : 0); /* for a thread that is left */
+        usleep(failed ? 20000 : 0); /* time for a thread that might be left */
         same_usage(before, 1 << 20);
     }
     CHECK(refused >= 3);
 }
 
-/* Rank j->victim may open only so many descriptors more. */
+/* Rank j->victim may open only *j->extra more descriptors. */
 static void few_descriptors(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
@@ -1577,7 +1585,7 @@ static void few_descriptors(job *j, int rank) {
     CHECK(open("/dev/null", O_RDONLY) >= 0 || !*(const int *)j->extra);
     at(j, rank, AT_END);
     _exit(
-        0); /* no leak checker: it needs descriptors, and Gloo loses an address when it has none */
+        0); /* no leak checker: it needs descriptors, and Gloo loses an address if it has none */
 }
 TEST(gloo_faults, descriptors_run_out) {
     for (int turn = 0; turn < 3; turn++) {

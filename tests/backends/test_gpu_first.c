@@ -1,7 +1,7 @@
-/* test_gpu_first.c - what the backend takes for granted of CUDA and NCCL, asked of the machine: which
-   calls wait for the device, what the legacy stream orders, whether the host may look at managed
+/* test_gpu_first.c - assumptions of the backend about CUDA and NCCL, checked on the machine: which
+   calls wait for the device, the order of the legacy stream, whether the host may read managed
    memory, whether two ranks connect, and whether an abort ends a kernel that waits for a peer. Uses
-   nothing of the library, so that what fails here is the machine's, or a wrong belief.
+   nothing of the library: a failure here is due to the machine, or to a wrong assumption.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | STUB | STUB_ASAN | GPU
@@ -39,7 +39,7 @@ static cudaStream_t stream_of(unsigned flags) {
     return stream;
 }
 
-/* Whether all that a stream has is done within SOON_MS. */
+/* Returns 1 if all work of a stream ends within SOON_MS. */
 static int ends_soon(cudaStream_t stream) {
     int64_t start = h_now_ms();
     long nap = 0;
@@ -71,8 +71,8 @@ TEST(cuda, machine) {
     CHECK_MSG(driver / 1000 >= runtime / 1000, "the driver is of an older major than the runtime");
 }
 
-/* The caller's stream is the legacy one: it waits for streams that do not opt out, and they for it;
-   the library's own opt out. */
+/* The caller's stream is the legacy one. It waits for streams that do not opt out, and they wait
+   for it; the library's streams opt out. */
 TEST(cuda, legacy_stream) {
     cudaStream_t ordered = stream_of(cudaStreamDefault), apart = stream_of(cudaStreamNonBlocking);
     void *data = NULL;
@@ -88,7 +88,7 @@ TEST(cuda, legacy_stream) {
     CUDA(cudaFree(data));
 }
 
-/* The host may look at managed memory while other streams are at work. */
+/* The host may read managed memory while other streams run. */
 TEST(cuda, managed_memory) {
     int concurrent = 0;
     unsigned char *data = NULL;
@@ -147,7 +147,7 @@ static void do_pageable_back(void) {
 static const struct {
     const char *name;
     void (*fn)(void);
-    int returns; /* steps need that it does */
+    int returns; /* 1: a step relies on its return */
 } calls[] = {{"cudaEventRecord", do_record, 1},
              {"cudaStreamWaitEvent", do_wait, 1},
              {"cudaEventQuery", do_query, 1},
@@ -171,7 +171,7 @@ static void *call_it(void *arg) {
     return NULL;
 }
 
-/* A kernel that waits for a peer is under way on another stream: who of these waits for it, too? */
+/* Reports which of these calls wait for a kernel on another stream that waits for a peer. */
 TEST_P(cuda, beside_a_busy_stream, calls) {
     size_t which = (size_t)(row - calls);
     cudaStream_t busy = stream_of(cudaStreamNonBlocking);
@@ -248,8 +248,8 @@ static void *abort_soon(void *arg) {
     NCCL_OK(ncclCommAbort((ncclComm_t)arg));
     return NULL;
 }
-/* Rank 1 does not come to the second one: its kernel ends by an abort from another thread, and the
-   device goes on. */
+/* Rank 1 does not take part in the second one: an abort from another thread ends the kernel, and
+   the device stays usable. */
 static void aborted(int rank, int world, void *arg) {
     ncclComm_t comm = connect_pair(rank, world, (ncclUniqueId *)arg);
     cudaStream_t stream = stream_of(cudaStreamNonBlocking);

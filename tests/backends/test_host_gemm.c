@@ -1,5 +1,5 @@
-/* test_host_gemm.c - the product of matrices of the host: against sums in f64, the same bits with
-   vectors of any width, and symmetric where it has to be.
+/* test_host_gemm.c - the matrix product of the host: compared with sums in f64, with equal bits for
+   vectors of any width, and symmetric where required.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS
@@ -22,7 +22,8 @@ static const struct {
 } sizes[] = {{"1x1x1", 1, 1, 1},         {"3x5x7", 3, 5, 7},           {"12x32x256", 12, 32, 256},
              {"13x33x257", 13, 33, 257}, {"150x40x300", 150, 40, 300}, {"145x9x513", 145, 9, 90}};
 
-/* Each element, with a pitch larger than the row, and what lies between the rows untouched. */
+/* Checks each element, with a pitch larger than the row, and that the gaps between rows are
+   untouched. */
 TEST_P(host_gemm, is_the_sum, sizes) {
     static float a[MOST], b[MOST], c[MOST], was[MOST];
     uint64_t seed = h_seed();
@@ -32,7 +33,7 @@ TEST_P(host_gemm, is_the_sum, sizes) {
         const int64_t lda = (ta ? row->m : row->k) + 3, ldb = (tb ? row->k : row->n) + 1,
                       ldc = row->n + 2;
         fill(a, MOST, &seed), fill(b, MOST, &seed), fill(c, MOST, &seed);
-        if (how & 4) /* is not read */
+        if (how & 4) /* must not be read */
             for (int64_t i = 0; i < MOST; i++) c[i] = (float)LAB_NAN;
         memcpy(was, c, sizeof c);
         CHECK_OK(fsdp_host_gemm(room, NULL, row->m, row->n, row->k, alpha, a, lda, ta, b, ldb, tb,
@@ -53,7 +54,7 @@ TEST_P(host_gemm, is_the_sum, sizes) {
                  FSDP_ERR_UNSUPPORTED);
 }
 
-/* Half of a symmetric result is computed: it has the bits of the whole. */
+/* Only half of a symmetric result is computed: it has the bits of the full product. */
 TEST(host_gemm, symmetric) {
     static float a[MOST], same[MOST], half[MOST], whole[MOST];
     uint64_t seed = h_seed();
@@ -72,7 +73,7 @@ TEST(host_gemm, symmetric) {
         }
 }
 
-/* The bits of a sum do not depend on how many are computed at a time. */
+/* The bits of a sum do not depend on the number of sums computed at a time. */
 #if defined(__x86_64__) && !defined(W_SANITIZED)
 TEST(host_gemm, width) {
     static float a[12 * 256], b[32 * 256], wide[12 * 32], narrow[6 * 16], aa[6 * 256], bb[16 * 256];
@@ -93,7 +94,7 @@ TEST(host_gemm, width) {
 }
 #endif
 
-/* The bits with FMA, which every compiler and all of its flags give: recorded with gcc -O0. */
+/* The bits with FMA, equal for every compiler and all flags: recorded with gcc -O0. */
 TEST(host_gemm, recorded_bits) {
     enum { M = 37, N = 45, K = 300 };
     static const struct {

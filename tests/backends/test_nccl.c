@@ -1,18 +1,18 @@
-/* test_nccl.c - the NCCL backend on the stand-ins of tests/stubs: the bits of the host's training,
-   what a step costs, races, registrations, versions, calls in progress, failures of every call.
+/* test_nccl.c - the NCCL backend on the stubs of tests/stubs: the bits of a training on the host,
+   the calls of a step, races, registrations, versions, calls in progress, failures of every call.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | STUB | STUB_ASAN
 #include "harness.h"
 #include "stub.h"
 
-/* The library's looks at events, by the thread that looks: the watchdog has its own. */
+/* Number of event queries by this thread: the watchdog has its own count. */
 static __thread int64_t queries;
 static cudaError_t counted_query(cudaEvent_t event) {
     queries++;
     return cudaEventQuery(event);
 }
-/* Which memory is registered with which comm: nothing twice. */
+/* The memory that is registered with each comm: nothing may be registered twice. */
 enum { NOTED = 256 };
 static struct {
     ncclComm_t comm;
@@ -20,7 +20,7 @@ static struct {
 } noted[NOTED];
 static int num_noted, noted_twice;
 static void note(ncclComm_t comm, void *base) {
-    if (num_noted == NOTED) return; /* long after the tests that ask */
+    if (num_noted == NOTED) return; /* full only after the tests that read it */
     for (int i = 0; i < num_noted; i++)
         noted_twice += noted[i].comm == comm && noted[i].base == base;
     noted[num_noted].comm = comm;
@@ -35,7 +35,7 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
     note(comm, base);
     return ncclCommWindowRegister(comm, base, size, window, flags);
 }
-/* Elements of each gather so far, by the thread that a world is made in. */
+/* Elements of each gather so far, per thread that makes a world. */
 static int num_gathers;
 static size_t sizes_gathered[64];
 static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclDataType_t type,
@@ -44,9 +44,9 @@ static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclD
     num_gathers++;
     return ncclAllGather(src, dst, count, type, comm, stream);
 }
-/* On a slow machine ranks that end well close late. */
+/* On a slow machine ranks that end normally close late. */
 static int64_t time_to_close_ns = 1500000000;
-/* Where told, a rank dawdles before it has memory of 32 MiB. */
+/* If set, a rank is slow to allocate 32 MiB. */
 static int dawdle_ms;
 static cudaError_t slow_malloc(void **ptr, size_t size) {
     if (size == (size_t)32 << 20) usleep((useconds_t)dawdle_ms * 1000);
@@ -68,8 +68,8 @@ static cudaError_t slow_malloc(void **ptr, size_t size) {
 
 enum { UNITS = 5, NUM = 13, ROOM = 1 << 20 };
 
-/* Large enough to be gathered in place, and small; by columns, uneven, empty, frozen. The tag: it is
-   not used. */
+/* Parameters large enough to be gathered in place, and small ones; sharded by columns, uneven,
+   empty, frozen. A parameter's name is not used. */
 static const lab_param net[NUM] = {
     {0, NULL, FSDP_F32, 0, 0, 2, 0, {96, 50}}, {0, NULL, FSDP_F32, 0, 0, 2, 0, {7, 5}},
     {0, NULL, FSDP_F32, 0, 0, 1, 0, {3}},      {0, NULL, FSDP_F32, 0, 0, 2, 1, {6, 10}},
@@ -80,8 +80,8 @@ static const lab_param net[NUM] = {
     {4, NULL, FSDP_BF16, 0, 0, 1, 0, {2}}};
 static const lab_net the_net = {net, NUM, UNITS};
 
-/* How it is trained. `plain`: sums of 16 bits are rounded before they are scaled, as on backends
-   that do not reduce by themselves. `near`: not the host's bits, but this close to them. */
+/* A training configuration. `plain`: 16-bit sums are rounded before they are scaled, as on backends
+   without fused reductions. `near`: relative tolerance, where bits differ from the host's. */
 typedef struct {
     const char *name;
     fsdp_dtype param_dtype, reduce_dtype;
@@ -102,15 +102,17 @@ static const variant variants[] = {
     {"hsdp", FSDP_BF16, FSDP_F32, 8192, 2, 1, 0, 0, 0, 0, 0, 0, 0},
     {"offload", 0, 0, 16384, 2, 0, 0, 1, 0, 0, 0, 0, 0},
     {"scaler", FSDP_F16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 1, 0, 0, 0},
-    /* the device adds squares in another order: norms differ in the last digits of f64, and the
-       coefficient, which is rounded to f32, by one unit; bf16 parameters then by one of theirs */
+    /* The device adds squares in another order, so that norms differ in the last digits of f64, and
+       the coefficient, which is rounded to f32, by one unit in the last place; bf16 parameters then
+       differ by one of theirs. */
     {"clip", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0.25, 1.0 / 128},
 };
 
 typedef struct {
     const variant *v;
     int rank, world, native;
-    int everything, launched; /* no parameter is left unused; kernels of the test so far */
+    /* everything: no parameter is unused; launched: kernels of the test */
+    int everything, launched;
     int faulty;               /* its kernels may fail to start */
     w_heap heap;
     fsdp_world *w;
@@ -119,8 +121,8 @@ typedef struct {
     fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
     cudaStream_t stream;
-    double *sums; /* of the parameters of each unit, by the last forward */
-    double *seen; /* what came out, step by step */
+    double *sums; /* of each unit's parameters, by the last forward */
+    double *seen; /* results, step by step */
     int64_t num_seen;
 } job;
 
@@ -139,7 +141,8 @@ typedef struct {
     int adds, on_device;
 } use;
 
-/* A forward adds up the parameter; a backward has gradients of it, and of what the forward saw. */
+/* A forward sums the parameter; a backward computes gradients from it and from the forward's sum.
+   */
 static void use_body(const void *params, unsigned block_index) {
     const use *u = (const use *)params;
     size_t bytes = (size_t)u->numel * fsdp_dtype_size(u->dtype);
@@ -208,7 +211,7 @@ static fsdp_status make_model(job *j) {
     return status;
 }
 
-/* Every call of the library returns this: a failure ends the step. */
+/* Like every call of the library, returns a status: a failure ends the step. */
 static fsdp_status forward(job *j) {
     for (int u = 0; u < UNITS; u++) {
         use all = FSDP_ZERO;
@@ -261,7 +264,7 @@ static fsdp_status micro_steps(job *j, int step) {
     fsdp_status status = FSDP_OK;
     double factor = 0.125;
     if (j->scaler) factor *= fsdp_grad_scaler_scale(j->scaler) / 65536;
-    if (j->scaler && step == 1) factor = 1e30; /* infinite in f16 */
+    if (j->scaler && step == 1) factor = 1e30; /* overflows f16 */
     for (int m = 0; m < j->v->micros && !status; m++) {
         status = fsdp_set_requires_gradient_sync(j->m.model, NULL, m + 1 == j->v->micros);
         if (!status) status = forward(j);
@@ -291,7 +294,7 @@ static fsdp_status train_step(job *j, int step) {
     return status ? status : update(j);
 }
 
-/* All parameters or gradients, as the public functions show them. */
+/* Appends all parameters or gradients to `seen`, as the public functions return them. */
 static void look(job *j, int grads) {
     char whole[32768];
     for (int p = 0; p < NUM; p++) {
@@ -344,7 +347,8 @@ static void check_nothing_live(void) {
         W_CHECK(stub_live(k) == 0, "%lld %s are left", (long long)stub_live(k), names[k]);
 }
 
-/* Communicators of a rank that shuts down long before its peers are left alone. */
+/* Waits for all ranks first: the communicators of a rank that shuts down long before its peers are
+   not destroyed. */
 static void finish(job *j) {
     CALL(j->w, fsdp_barrier(j->w));
     CALL(j->w, fsdp_shutdown(j->w));
@@ -354,7 +358,7 @@ static void finish(job *j) {
     if (j->native) check_nothing_live();
 }
 
-/* The shards are where the host has no business, and kernels were launched. */
+/* Checks that the shards are in the expected kind of memory. */
 static void check_on_device(job *j) {
     struct cudaPointerAttributes at;
     fsdp_flat flat;
@@ -391,7 +395,7 @@ static void compare(const job *a, const job *b) {
 
 static void same_as_host(int rank, int world, void *arg) {
     job a, b;
-    stub_set(STUB_PROTECT, 1); /* the host cannot look */
+    stub_set(STUB_PROTECT, 1); /* the host cannot read device memory */
     train(&a, (const variant *)arg, rank, world, 1);
     train(&b, (const variant *)arg, rank, world, 0);
     compare(&a, &b);
@@ -406,13 +410,13 @@ TEST_P(nccl, same_bits, variants, AT_NIGHT(STUB_ASAN)) {
 
 /* ---- what a step costs ----------------------------------------------------------------------- */
 
-/* Calls of one step, all by the caller's thread; without the test's own kernels. */
+/* Calls of one step, all in the caller's thread, without the test's own kernels. */
 enum { LAUNCH, COPY, SET, RECORD, WAIT, GROUP, GATHER, SCATTER, REDUCE, COUNTED };
 static const char *const counted[COUNTED] = {
     "launch",          "cudaMemcpyAsync",     "cudaMemsetAsync",
     "cudaEventRecord", "cudaStreamWaitEvent", "ncclGroupStart",
     "ncclAllGather",   "ncclReduceScatter",   "ncclAllReduce"};
-/* Of the first step only: what allocates, registers, or makes the host wait. */
+/* Calls for the first step only: they allocate, register, or make the host wait. */
 static const char *const never[] = {"cudaMalloc",
                                     "cudaMallocHost",
                                     "cudaMallocManaged",
@@ -476,7 +480,7 @@ static void steady(int rank, int world, void *arg) {
             W_CHECK(stub_count(never[i]) == 0, "step %d: %lld calls of %s", step,
                     (long long)stub_count(never[i]), never[i]);
         for (int i = 0; i < COUNTED; i++) {
-            if (rank && i <= COPY) continue; /* uneven shards may lie in more pieces there */
+            if (rank && i <= COPY) continue; /* uneven shards may have more pieces there */
             int calls = (int)(stub_count(counted[i]) - (i == LAUNCH ? j.launched : 0));
             W_CHECK(calls == budgets[row].expected[i], "step %d: %d calls of %s, expected %d", step,
                     calls, counted[i], budgets[row].expected[i]);
@@ -491,9 +495,9 @@ TEST_P(nccl, steady_step, budgets) {
 
 /* ---- gathers --------------------------------------------------------------------------------- */
 
-/* One group for a unit: an operation for each large parameter, and one for all others. Those alone
-   are copied out, by one kernel. What needs no cast is gathered from where the shards are; a cast
-   writes this rank's part of the slot, which is then gathered in place. */
+/* A unit is gathered by one group: an operation for each large parameter, and one for all others.
+   Only those are copied out, by one kernel. Without a cast, the gather reads the shards in place; a
+   cast writes this rank's part of the slot, which is then gathered in place. */
 static const struct {
     const char *name;
     int direct, packed;
@@ -527,7 +531,7 @@ static fsdp_status make_one_unit(job *j, int direct, int packed, int64_t rows, f
     return status ? status : fsdp_init_params(j->m.model, lab_fill, NULL);
 }
 
-/* One step of units of `count` parameters: their gradients are what the device has in them. */
+/* Runs one step of units with `count` parameters. Gradients keep the memory's old contents. */
 static fsdp_status step_of_units(const lab_built *m, int num, int count) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < num && !status; i++) {
@@ -579,9 +583,9 @@ static void gather(int rank, int world, void *arg) {
 
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
-/* A layer of a GPT costs that many calls in each step: what four of them cost beyond three. By
-   default its four matrices are gathered and reduced where they lie; packed, they are copied. On one
-   rank there are copies alone, and all records and waits order streams. */
+/* Calls per step for a layer of a GPT: the difference between four layers and three. By default its
+   four matrices are gathered and reduced in place; packed, they are copied. On one rank there are
+   only copies, and all records and waits order streams. */
 enum { LAYER_PARAMS = 12 };
 static const struct {
     const char *name;
@@ -641,7 +645,8 @@ static void layer(int rank, int world, void *arg) {
 
 TEST_P(nccl, layer, layers) { h_ranks_proc(row->world, layer, (void *)(uintptr_t)(row - layers)); }
 
-/* What a kernel needs travels with its launch: none of a step waits for the bus. */
+/* A kernel's arguments travel with its launch: no launch of a step reads pinned memory over the
+   bus. */
 static void arguments(int rank, int world, void *arg) {
     job j;
     lab_built m;
@@ -676,7 +681,7 @@ static void on_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t beg
     if (op->model) t->told[op->kind]++;
 }
 
-/* Extensions are told of every record, from events with times, after the device has come there. */
+/* Extensions get the times of every op, taken from events, once the device has reached them. */
 static void times(int rank, int world, void *arg) {
     fsdp_extension watcher = FSDP_ZERO;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
@@ -700,7 +705,7 @@ static void times(int rank, int world, void *arg) {
         W_CHECK(t.told[kind] == after.calls[kind] - before.calls[kind], "%llu %s of %llu",
                 (unsigned long long)t.told[kind], fsdp_op_name(kind),
                 (unsigned long long)(after.calls[kind] - before.calls[kind]));
-    CALL(j.w, one_unit_step(&j, 4)); /* nobody is told, no event is left */
+    CALL(j.w, one_unit_step(&j, 4)); /* no extension listens, and no event is left */
     finish(&j);
 }
 
@@ -708,7 +713,8 @@ TEST(nccl, times) { h_ranks_proc(2, times, NULL); }
 
 /* ---- registration ---------------------------------------------------------------------------- */
 
-/* Each large allocation once with the comm that uses it. The shard gradients alone are in none. */
+/* Each large allocation is registered once, with the comm that uses it. Shard gradients are not
+   registered. */
 enum { NO_REGISTRATION, BUFFERS, WINDOWS, REFUSED };
 static const struct {
     const char *name, *value, *comms;
@@ -764,7 +770,7 @@ static void registered(int rank, int world, void *arg) {
         return;
     }
     fsdp_model_destroy(
-        j.m.model); /* memory that is registered must not be freed: the stub aborts */
+        j.m.model); /* registered memory must not be freed: the stub aborts */
     CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS) + stub_live(STUB_WINDOWS), 0);
     finish(&j);
     CHECK_EQ_INT(stub_count("ncclMemAlloc"), stub_count("ncclMemFree"));
@@ -774,7 +780,7 @@ TEST_P(nccl, registers, registers) {
     h_ranks_proc(2, registered, (void *)(uintptr_t)(row - registers));
 }
 
-/* NCCL does not return from ending a registration: no memory is freed any more. */
+/* NCCL does not return from ending a registration: memory is not freed any more. */
 static void kept(int rank, int world, void *arg) {
     job j;
     setenv("FSDP_NCCL_REGISTER", "1", 1);
@@ -786,7 +792,7 @@ static void kept(int rank, int world, void *arg) {
     int64_t start = h_calm_ms();
     if (*(int *)arg) {
         fsdp_model_destroy(j.m.model);
-        CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT); /* memory is not to be had any more */
+        CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT); /* memory is not available any more */
         CHECK_MSG(strstr(fsdp_last_error(j.w), "ending a registration"), "%s",
                   fsdp_last_error(j.w));
     }
@@ -802,7 +808,7 @@ TEST(nccl, registrations_are_kept, AT_NIGHT(STUB_ASAN)) {
 
 /* ---- versions -------------------------------------------------------------------------------- */
 
-/* The library that the program meets at run time may be older than the header. */
+/* The library at run time may be older than the header. */
 static void too_old(int rank, int world, void *arg) {
     job j;
     (void)arg;
@@ -819,7 +825,7 @@ TEST(nccl, too_old) { h_ranks_proc(2, too_old, NULL); }
 
 static const struct {
     const char *name;
-    int version, groups; /* of communicators that are aborted */
+    int version, groups; /* groups: of communicators that are aborted */
 } aborts[] = {{"2.18", 21800, 0}, {"2.21", 22105, 0}, {"2.22", 22200, 1}, {"2.28", 22809, 1}};
 
 static void abort_group(int rank, int world, void *arg) {
@@ -858,7 +864,8 @@ TEST_P(nccl, in_progress, slow) {
     h_ranks_proc(row->world, in_progress, (void *)(uintptr_t)(row - slow));
 }
 
-/* A call that stays in progress ends at the deadline: of the world, of a group, of a gather. */
+/* A call that stays in progress ends at the deadline: when a world opens, a group splits, or in a
+   gather. */
 static const struct {
     const char *name;
     int where;
@@ -909,14 +916,15 @@ static void no_races(int rank, int world, void *arg) {
     W_CHECK(stub_races() == 0, "%lld races, first: %s", (long long)stub_races(), stub_race_text());
     free(j.seen);
 }
-// By day with several microbatches only: their steps have the events of the others, too.
+// Variants with one microbatch run at night: the steps with several microbatches contain their
+// events.
 TEST_P(nccl, no_races, variants, AT_NIGHT(STUB_ASAN) | (row->micros > 1 ? 0 : AT_NIGHT(STUB))) {
     int least = row->hsdp ? 4 : row->reshard > 1 ? row->reshard : 1;
     for (int world = least; world <= 4; world += least)
         h_ranks_proc(world, no_races, (void *)(uintptr_t)row);
 }
 
-/* Which op each wait of a step belongs to: its kind, its label, and which of its waits. */
+/* The op of each wait of a step: its kind, its label, and the wait's index in it. */
 enum { MAX_WAITS = 256 };
 typedef struct {
     int64_t from;
@@ -938,8 +946,8 @@ static int on_wait(void *user, fsdp_model *model, fsdp_op *op) {
     return 0;
 }
 
-/* The order that streams have anyway gives none of a step's waits: each one, left out, shows as a
-   race in the same step or the next. */
+/* All waits of a step are necessary: each one, when left out, causes a race in this step or the
+   next. */
 static void leave_out(int rank, int world, void *arg) {
     wait_log log;
     fsdp_extension watcher = FSDP_ZERO;
@@ -961,7 +969,7 @@ static void leave_out(int rank, int world, void *arg) {
         int64_t races = stub_races();
         stub_ignore_wait(nth);
         for (int step = 4; step < 6; step++) CALL(j.w, train_step(&j, step));
-        /* offloaded shards are the host's: it has waited */
+        /* Offloaded shards are the host's, which has already waited. */
         W_CHECK(stub_races() > races ||
                     (j.v->offload && !strcmp(log.of[nth - 1], "copy.copy_in.0")),
                 "wait %d of %d, %s, is not needed", nth, log.count, log.of[nth - 1]);
@@ -992,7 +1000,7 @@ static void comms(int rank, int world, void *arg) {
 }
 TEST_P(nccl, comms, lanes) { h_ranks_proc(2, comms, (void *)(uintptr_t)(row - lanes)); }
 
-/* A wrong value of a variable of NCCL's or CUDA's is an error on fsdp_init, never ignored. */
+/* A wrong value of a variable for NCCL or CUDA is an error of fsdp_init, never ignored. */
 static const struct {
     const char *name, *variable, *value, *expected;
 } wrong_values[] = {{"check", "FSDP_NCCL_CHECK", "yes", "an integer from 0 to 1"},
@@ -1016,11 +1024,13 @@ static void wrong_value(int rank, int world, void *arg) {
     check_nothing_live();
 }
 TEST_P(nccl, wrong_values, wrong_values) {
-    int world = strcmp(row->name, "managed") == 0 ? 1 : 2; /* of one rank: the device alone */
+    /* a world of one rank uses the device only */
+    int world = strcmp(row->name, "managed") == 0 ? 1 : 2;
     h_ranks_proc(world, wrong_value, (void *)(uintptr_t)(row - wrong_values));
 }
 
-/* The caller's own stream, which nothing else orders: the checker sees what is not in its order. */
+/* The caller's own stream, which nothing else orders: the checker finds operations out of its
+   order. */
 static void own_stream(int rank, int world, void *arg) {
     int says_so = *(int *)arg;
     cudaStream_t own[2];
@@ -1034,7 +1044,7 @@ static void own_stream(int rank, int world, void *arg) {
         void *native = j.stream == cudaStreamLegacy ? NULL : (void *)j.stream;
         if (says_so) CALL(j.w, fsdp_set_stream(j.w, native));
         CALL(j.w, micro_steps(&j, step));
-        if (says_so && step == 3) CALL(j.w, fsdp_set_stream(j.w, own[0])); /* inside a step */
+        if (says_so && step == 3) CALL(j.w, fsdp_set_stream(j.w, own[0])); /* within a step */
         CALL(j.w, update(&j));
     }
     W_CHECK(!says_so == (stub_races() > 0), "%lld races: %s", (long long)stub_races(),
@@ -1049,11 +1059,12 @@ TEST(nccl, own_stream, AT_NIGHT(STUB_ASAN)) {
         for (int world = 1; world <= 2; world++) h_ranks_proc(world, own_stream, &says_so);
 }
 
-/* Steps of several ranks, or with casts, have no place in a graph, from wherever it begins. */
+/* Steps of several ranks, or with casts, cannot be captured in a graph, wherever the capture
+   begins. */
 static const struct {
     const char *name, *variant;
     int world, steps;
-    char from; /* forward, backward, update */
+    char from; /* starts in: forward, backward, update */
 } captures[] = {
     {"first_forward", "f32", 2, 0, 'f'}, {"forward", "f32", 2, 2, 'f'},
     {"packed", "packed", 3, 2, 'f'},     {"casts", "bf16_f32", 1, 2, 'f'},
@@ -1076,7 +1087,7 @@ static void captured(int rank, int world, void *arg) {
     fsdp_status status = FSDP_OK;
     if (from == 'b') CALL(j.w, forward(&j));
     if (from == 'u') CALL(j.w, micro_steps(&j, 2));
-    status = fsdp_barrier(j.w); /* or a peer's failure is in the way of what comes before this */
+    status = fsdp_barrier(j.w); /* so that a peer's failure cannot end the calls before this one */
     j.faulty = 1;
     CHECK_EQ_INT(cudaStreamBeginCapture(own, cudaStreamCaptureModeThreadLocal), 0);
     if (!status && from == 'f') status = forward(&j);
@@ -1098,7 +1109,7 @@ TEST_P(nccl, captured, captures) {
     h_ranks_proc(row->world, captured, (void *)(uintptr_t)(row - captures));
 }
 
-/* A collective of an extension's own on a stream that is captured: no event stands before it. */
+/* A collective that an extension issues on a captured stream: no event is recorded before it. */
 static void captured_collective(int rank, int world, void *arg) {
     const fsdp_comm_ops *ops = fsdp_nccl_comm_ops();
     cudaStream_t own = NULL;
@@ -1148,7 +1159,7 @@ TEST(nccl, no_stream_of_host) {
     finish(&j);
 }
 
-/* One rank says once what slows everything down. */
+/* One rank warns once of a setting that slows everything down. */
 static int warnings;
 static void count_warning(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)code, (void)rank, (void)user;
@@ -1187,7 +1198,7 @@ TEST(nccl, no_device) {
     for (int world = 1; world <= 2; world++) h_ranks_proc(world, no_device, NULL);
 }
 
-/* Ranks share devices in turn, if NCCL lets them (2.30, with its variable). */
+/* Ranks share devices round robin, if NCCL permits it (2.30, with its variable). */
 static void which_device(int rank, int world, void *arg) {
     int count = *(int *)arg, device = -1;
     job j;
@@ -1203,10 +1214,10 @@ TEST(nccl, which_device) {
     for (int count = 1; count <= 3; count++) h_ranks_proc(3, which_device, &count);
 }
 
-/* A communicator is warmed up by small operations, and by those of 64 KiB and 32 MiB. */
+/* A communicator is warmed up by small operations and by those of 64 KiB and 32 MiB. */
 static const struct {
     const char *name, *value;
-    int operations; /* of each kind and communicator */
+    int operations; /* for each kind and communicator */
 } warmths[] = {{"default", NULL, 3}, {"on", "1", 3}, {"off", "0", 1}};
 static void warm(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
@@ -1217,20 +1228,21 @@ static void warm(int rank, int world, void *arg) {
     begin(&j, &variants[0], rank, world, 1);
     int64_t bytes = stub_live(STUB_DEVICE_BYTES);
     CALL(NULL, open_world(&j, "warm", 0));
-    /* Of two communicators. A split compares, and ranks add the numbers that name their world. */
+    /* Two communicators. In addition, a split compares ranks, and ranks add the numbers that name
+       their world. */
     for (int i = GATHER; i <= REDUCE; i++)
         CHECK_EQ_INT(stub_count(counted[i]), 2 * operations + (i == GATHER || i == REDUCE));
     for (int k = 0; k < 2 && operations > 1; k++) {
         CHECK_EQ_INT(sizes_gathered[4 * k + 1] * sizeof(float) * (size_t)world, 64 << 10);
         CHECK_EQ_INT(sizes_gathered[4 * k + 2] * sizeof(float) * (size_t)world, 32 << 20);
     }
-    CHECK(stub_live(STUB_DEVICE_BYTES) - bytes < 4 << 20); /* of them, nothing is kept */
+    CHECK(stub_live(STUB_DEVICE_BYTES) - bytes < 4 << 20); /* no warm-up buffer is kept */
     CALL(j.w, fsdp_shutdown(j.w));
     check_nothing_live();
 }
 TEST_P(nccl, warm_up, warmths) { h_ranks_proc(2, warm, (void *)(uintptr_t)(row - warmths)); }
 
-/* A rank does not come to the largest one: the text says that ranks connect there. */
+/* A rank does not reach the largest operation: the text says that NCCL connects the ranks in it. */
 static void cold(int rank, int world, void *arg) {
     job j;
     (void)arg;
@@ -1244,7 +1256,7 @@ static void cold(int rank, int world, void *arg) {
 }
 TEST(nccl, cold_rank) { h_ranks_proc(2, cold, NULL); }
 
-/* What a world waits by default: on GPUs as long as PyTorch. */
+/* Default timeouts: on GPUs it is PyTorch's. */
 static void waits_long(int rank, int world, void *arg) {
     int native = *(int *)arg;
     fsdp_world_desc d = w_desc(rank, world, NULL, w_job("waits_long"), 0);
@@ -1265,8 +1277,8 @@ TEST(nccl, default_deadline) {
         for (int world = 1; world <= 2; world++) h_ranks_proc(world, waits_long, &native);
 }
 
-/* Two communicators without room beside each other on the GPU, and a rank that comes to them in
-   another order: from NCCL 2.26 on they begin in the order of issue, unless the user forbids it. */
+/* Two communicators do not fit on the GPU at the same time, and one rank issues them in another
+   order. From NCCL 2.26 on they start in the order of issue, unless the user forbids it. */
 static const struct {
     const char *name, *value;
     int version;
@@ -1319,7 +1331,8 @@ static void crosses(int rank, int world, void *arg) {
 }
 TEST_P(nccl, room, room) { h_ranks_proc(2, crosses, (void *)(uintptr_t)(row - room)); }
 
-/* The environment changes only while nobody else can look at it; else a warning says what to set. */
+/* The environment changes only while no other thread can read it; otherwise a warning names the
+   variable to set. */
 static const struct {
     const char *name, *before, *after;
     int threads, warns;
@@ -1360,7 +1373,8 @@ TEST_P(nccl, order_of_launches, orders) {
     h_ranks_proc(2, orders_launches, (void *)(uintptr_t)(row - orders));
 }
 
-/* Two ranks on one device: NCCL says so, and every rank ends at once, also those that share nothing. */
+/* Two ranks use one device: NCCL reports it, and every rank ends at once, also those that share no
+   device. */
 static void same_device(int rank, int world, void *arg) {
     job j;
     (void)arg;
@@ -1371,8 +1385,8 @@ static void same_device(int rank, int world, void *arg) {
 }
 TEST(nccl, same_device) { h_ranks_proc(3, same_device, NULL); }
 
-/* All kernels of the library are loaded before the first step: the first launch of one that is not
-   would wait for the device. */
+/* All kernels of the library are loaded before the first step: the first launch of a kernel that is
+   not loaded would wait for the device. */
 static const struct {
     const char *name, *variant;
 } loaded[] = {{"f32", "f32"},         {"bf16_f32", "bf16_f32"},      {"bf16_bf16", "bf16_bf16"},
@@ -1383,15 +1397,15 @@ static void loads(int rank, int world, void *arg) {
     start(&j, variant_of(loaded[(size_t)(uintptr_t)arg].variant), rank, world, 1);
     for (int step = 0; step < 2; step++) CALL(j.w, train_step(&j, step));
     CHECK(stub_count("load") > 80);
-    CHECK_EQ_INT(stub_count("first launch"), 2); /* the caller's own */
+    CHECK_EQ_INT(stub_count("first launch"), 2); /* the caller's own kernels */
     finish(&j);
 }
 TEST_P(nccl, kernels_are_loaded, loaded) {
     h_ranks_proc(1, loads, (void *)(uintptr_t)(row - loaded));
 }
 
-/* A driver without large parameters of kernels: the same bits, in more launches. A device whose 2-D
-   copies have narrow rows, and one that has few units for f64: the same, too. */
+/* A driver without large kernel parameters gives the same bits, in more launches. So do a device
+   with a small limit for the pitch of 2-D copies, and one with few f64 units. */
 static const struct {
     const char *name, *variant;
     int setting, value;
@@ -1407,7 +1421,7 @@ static void limited(int rank, int world, void *arg) {
 }
 TEST_P(nccl, limits, limits) { h_ranks_proc(2, limited, (void *)(uintptr_t)(row - limits)); }
 
-/* More runs than such a driver takes in a launch; rows further apart than a 2-D copy may have. */
+/* More blocks than such a driver takes in one launch; rows further apart than a 2-D copy allows. */
 static void many_runs(int rank, int world, void *arg) {
     enum { RUNS = 60, ROWS = 5, WIDTH = 3, APART = 40 };
     fsdp_block b[RUNS], rows = {0, 0, WIDTH, ROWS, APART, APART + 1};
@@ -1447,8 +1461,8 @@ static void many_runs(int rank, int world, void *arg) {
 }
 TEST(nccl, many_runs) { h_ranks_proc(1, many_runs, NULL); }
 
-/* Norms are added up in pairs of f32 where the device says that f64 is slow, and only there: the
-   last of these squares is lost then. */
+/* Norms are summed in pairs of f32 on devices with slow f64 only: there the last of these squares
+   is lost. */
 static void sums_in_pairs(int rank, int world, void *arg) {
     static const fsdp_block block = {0, 0, 3, 1, 0, 0};
     int ratio = (int)(uintptr_t)arg;
@@ -1478,8 +1492,8 @@ TEST(nccl, norms_where_f64_is_slow) {
     for (int i = 0; i < 6; i++) h_ranks_proc(1, sums_in_pairs, (void *)(uintptr_t)ratios[i]);
 }
 
-/* A user sets CUDA_LAUNCH_BLOCKING: a training goes on, and a call that waits for a peer inside NCCL
-   ends at the deadline. */
+/* With CUDA_LAUNCH_BLOCKING a training works, and a call that waits for a peer inside NCCL ends at
+   the deadline. */
 static void blocking(int rank, int world, void *arg) {
     job j;
     (void)arg;
@@ -1493,7 +1507,7 @@ static void blocking(int rank, int world, void *arg) {
     int64_t start = h_now_ms(), calm = h_calm_ms();
     fsdp_status status = FSDP_OK;
     if (rank)
-        while (!fsdpi_backend_poll(j.w)) usleep(5000); /* does not come */
+        while (!fsdpi_backend_poll(j.w)) usleep(5000); /* does not take part */
     else status = fsdp_pre_forward(j.m.unit[0]);
     if (!rank) CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
     CHECK(h_now_ms() - start >= 1400 && h_calm_ms() - calm < 6000);
@@ -1506,8 +1520,8 @@ static void blocking(int rank, int world, void *arg) {
 }
 TEST(nccl, launch_blocking) { h_ranks_proc(2, blocking, NULL); }
 
-/* Managed memory: the host reads and writes between calls, and no copy, fill or wait is under way on
-   its stream then, whatever the device does behind it. */
+/* With managed memory the host reads and writes between calls. No copy, fill or wait is under way
+   on its stream then, whatever the device does later. */
 static void managed(int rank, int world, void *arg) {
     job j;
     (void)arg;
@@ -1537,9 +1551,9 @@ static void managed(int rank, int world, void *arg) {
 }
 TEST(nccl, managed_memory_is_ready) { h_ranks_proc(2, managed, NULL); }
 
-/* Memory that cannot be filled with zeros, as the device does not end its work: no call waits for
-   ever, nothing is freed that could wait, and getters give memory. */
-static int gate; /* so many are open */
+/* Memory cannot be zeroed because the device does not finish its work: no call waits forever,
+   nothing is freed that could wait, and getters return memory. */
+static int gate; /* number of open gates */
 static void wait_at_gate(const void *num, unsigned block_index) {
     long nap = 0;
     (void)block_index;
@@ -1564,7 +1578,7 @@ static void never_filled(int rank, int world, void *arg) {
     if (!of_device && !status) status = one_unit_step(&j, 1);
     CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
     CHECK(h_now_ms() - start >= 900 && h_calm_ms() - calm < 3000);
-    CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT); /* the world has ended */
+    CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT); /* the world has failed */
     const char *text = fsdp_last_error(j.w);
     CHECK_MSG(strstr(text, "has not finished in time"), "%s", text);
     CHECK_OK(fsdpi_cuda_alloc(j.w->device, FSDP_MEMORY_DEVICE, 100, &ptr));
@@ -1572,14 +1586,14 @@ static void never_filled(int rank, int world, void *arg) {
     calm = h_calm_ms();
     (void)fsdp_shutdown(j.w);
     CHECK(h_calm_ms() - calm < 3000);
-    CHECK(stub_live(STUB_DEVICE_BYTES) > 0); /* left alone */
+    CHECK(stub_live(STUB_DEVICE_BYTES) > 0); /* not freed */
     __atomic_store_n(&gate, 1, __ATOMIC_SEQ_CST);
 }
 TEST(nccl, never_filled) {
     for (int of_device = 0; of_device < 2; of_device++) h_ranks_proc(2, never_filled, &of_device);
 }
 
-/* To look at an event that has not happened yet is no failure that a later call of CUDA's finds. */
+/* Querying an event that has not happened yet must not leave an error for a later CUDA call. */
 static void leaves_no_error(int rank, int world, void *arg) {
     const int num = 1;
     void *event = NULL;
@@ -1600,8 +1614,8 @@ static void leaves_no_error(int rank, int world, void *arg) {
 }
 TEST(nccl, waiting_leaves_no_error) { h_ranks_proc(1, leaves_no_error, NULL); }
 
-/* One block as it is goes by a copy of CUDA's: by bytes if its rows lie one behind another on both
-   sides, else by rows. Nothing beside the rows is written. */
+/* A single block without a cast is copied by CUDA: as bytes if its rows are contiguous on both
+   sides, otherwise by rows. Nothing next to the rows is written. */
 static void copies_rows(int rank, int world, void *arg) {
     static const int64_t cases[][3] = {/* height, src_pitch, dst_pitch; rows of 3 */
                                        {4, 3, 3}, {4, 5, 3}, {4, 3, 7}, {4, 5, 7},
@@ -1640,8 +1654,9 @@ static void copies_rows(int rank, int world, void *arg) {
 }
 TEST(nccl, copies_rows) { h_ranks_proc(1, copies_rows, NULL); }
 
-/* The caller is inside cudaFree, which waits for a collective that a peer does not come to; CUDA
-   does not answer the watchdog meanwhile. Alone: no other rank is there to tell who is late. */
+/* The caller is inside cudaFree, which waits for a collective that a peer does not join; meanwhile
+   CUDA does not answer the watchdog. `alone`: no third rank exists that could name the missing one.
+   */
 static void inside_cuda(int rank, int world, void *arg) {
     int alone = *(int *)arg;
     void *mine = NULL;
@@ -1655,7 +1670,7 @@ static void inside_cuda(int rank, int world, void *arg) {
     CALL(j.w, fsdp_barrier(j.w));
     fsdp_status status = FSDP_OK;
     int64_t start = h_now_ms(), calm = h_calm_ms();
-    if (rank == world - 1) { /* does not come */
+    if (rank == world - 1) { /* does not take part */
         while (!fsdpi_backend_poll(j.w) && h_calm_ms() - calm < 6000) usleep(5000);
     } else {
         status = fsdp_pre_forward(j.m.unit[0]);
@@ -1676,8 +1691,8 @@ TEST(nccl, inside_cuda) {
     for (int alone = 0; alone < 2; alone++) h_ranks_proc(3 - alone, inside_cuda, &alone);
 }
 
-/* CUDA answers the watchdog later than the deadline, as a thread was inside cudaFree; what comes
-   behind the operation that was asked for has its own time. */
+/* CUDA answers the watchdog after the deadline, because a thread was inside cudaFree. The operation
+   after the one that it asked about has its own deadline. */
 static void *frees(void *ptr) {
     CHECK_EQ_INT(cudaFree(ptr), 0);
     return NULL;
@@ -1700,12 +1715,12 @@ static void answers_late(int rank, int world, void *arg) {
     CALL(j.w, ops->alloc(j.w->comm, 64, &c.dst));
     c.src = c.dst;
     CALL(j.w, fsdp_barrier(j.w));
-    usleep(250000); /* the watchdog has seen that it is done */
+    usleep(250000); /* the watchdog has seen the barrier's end */
     for (int num = 1; num <= 2; num++) {
         CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &num, sizeof num, 1, j.stream), 0);
         CALL(j.w, ops->run(j.w->comm, &c));
         if (num == 1) CHECK_EQ_INT(pthread_create(&thread, NULL, frees, mine), 0);
-        usleep(100000); /* the thread is inside now */
+        usleep(100000); /* the thread is inside cudaFree now */
     }
     usleep(1700000);
     for (int num = 1; num <= 2; num++) {
@@ -1719,7 +1734,8 @@ static void answers_late(int rank, int world, void *arg) {
 }
 TEST(nccl, answers_late) { h_ranks_proc(2, answers_late, NULL); }
 
-/* A captured graph has the address of a norm's partial sums: larger ones come beside them. */
+/* A captured graph contains the address of a norm's partial sums: larger ones are allocated in
+   addition. */
 TEST(nccl, partials_stay) {
     struct cudaPointerAttributes at;
     job j;
@@ -1737,13 +1753,14 @@ TEST(nccl, partials_stay) {
     finish(&j);
 }
 
-/* Out of memory: how much was asked for, how much there is; and the world ends on all ranks. */
+/* Out of memory: the text has the requested and the available size, and the world fails on all
+   ranks. */
 static void out_of_memory(int rank, int world, void *arg) {
     job j;
     (void)arg;
     stub_set(STUB_TOTAL_MIB, 4);
     begin(&j, &variants[0], rank, world, 1);
-    fsdp_status status = open_world(&j, "memory", 0); /* which a peer has behind it */
+    fsdp_status status = open_world(&j, "memory", 0); /* a peer may have failed already */
     make_sums(&j);
     if (!status) status = make_one_unit(&j, 1, 0, 1 << 16, 0); /* 16 MiB, shards of 8 or 16 */
     if (!status) status = one_unit_step(&j, 1);
@@ -1761,16 +1778,16 @@ TEST(nccl, out_of_memory) {
 
 /* ---- failures of calls ----------------------------------------------------------------------- */
 
-/* Every function that the library calls. CLEANUP, PERIODIC: the library goes on without it, and the
-   world may live. ABANDONS: the others are inside NCCL then; the thread that is there is left
-   alone, with its communicator. A rank that fails before it has met the others at
-   the store is missed by them at the deadline only. */
+/* Every function that the library calls. CLEANUP, PERIODIC: the library continues without it, and
+   the world may live. ABANDONS: the other ranks are inside NCCL then; that thread is abandoned,
+   with its communicator. If a rank fails before it has reached the store, the others notice only at
+   the deadline. */
 enum { FAULT_MS = 1500, CLEANUP = 1, PERIODIC = 2, ABANDONS = 4 };
 static const struct {
     const char *name;
     int nccl, may;
 } calls[] = {{"cudaGetDeviceCount", 0, 0},
-             {"cudaSetDevice", 0, PERIODIC}, /* in threads of calls of NCCL, too */
+             {"cudaSetDevice", 0, PERIODIC}, /* also in threads that call NCCL */
              {"cudaThreadExchangeStreamCaptureMode", 0, CLEANUP},
              {"cudaDeviceGetStreamPriorityRange", 0, 0},
              {"cudaDeviceGetAttribute", 0, 0},
@@ -1783,7 +1800,7 @@ static const struct {
              {"cudaMemsetAsync", 0, 0},
              {"cudaMemcpyAsync", 0, 0},
              {"cudaMemcpy2DAsync", 0, 0},
-             {"launch", 0, PERIODIC}, /* the caller's kernels, too */
+             {"launch", 0, PERIODIC}, /* also the caller's kernels */
              {"cudaEventRecord", 0, 0},
              {"cudaStreamWaitEvent", 0, 0},
              {"cudaStreamIsCapturing", 0, 0},
@@ -1812,21 +1829,22 @@ static const struct {
 enum { CALLS = (int)(sizeof calls / sizeof calls[0]), FAULTS = 4096 };
 
 typedef struct {
-    int call, nth, code, rank;   /* what fails, where */
-    int opened[2], took[2];      /* how it went: init, training and shutdown, in ms */
+    int call, nth, code, rank;   /* call, occurrence, error code, rank */
+    int opened[2], took[2];      /* fsdp_init has succeeded; time of everything, in ms */
     int left[2][STUB_KINDS + 1]; /* objects that were not there before; host memory */
     int injected;
     fsdp_status status[2];
-    char text[1024]; /* of the rank where it failed */
+    char text[1024]; /* error text of the rank where it failed */
 } fault;
 typedef struct {
     int counts[2][CALLS];
-    int num, begun[2]; /* cases that each rank has begun: both begin together */
+    int num, begun[2]; /* cases that each rank has begun: they begin together */
     fault list[FAULTS];
 } fault_board;
 static fault_board *board;
 
-/* A world, a model, two steps, a larger model, and the end. Returns the first failure. */
+/* Makes a world and a model, runs two steps, makes a larger model, and closes all. Returns the
+   first failure. */
 static fsdp_status life(job *j, const char *name, char text[1024], int *opened) {
     fsdp_status status = open_world(j, name, FAULT_MS);
     *opened = j->w != NULL;
@@ -1899,18 +1917,18 @@ static void fail_all(int rank, int world, void *arg) {
         stub_fail_clear();
         CHECK_EQ_INT(cudaFree(j.sums), 0);
         for (int n = 0; n < 100 && stub_live(STUB_COMMS) > live[STUB_COMMS]; n++)
-            usleep(10000); /* a thread that was left alone ends what it has got */
+            usleep(10000); /* an abandoned thread frees what it has got */
         for (int k = 0; k < STUB_KINDS; k++) f->left[rank][k] = (int)(stub_live(k) - live[k]);
         f->left[rank][STUB_KINDS] = (int)j.heap.live;
     }
 }
 
-/* What is wrong with how it went; NULL: nothing. */
+/* Returns what is wrong with a case, or NULL. */
 static const char *wrong_with(const fault *f, int world) {
     fsdp_status mine = f->status[f->rank], other = world > 1 ? f->status[1 - f->rank] : mine;
     int may = (calls[f->call].may & (CLEANUP | PERIODIC)) || !f->injected;
-    /* An optimizer that cannot be made is no failure of the world, whose peers find this rank gone;
-       and what fails in a shutdown (there is no text) meets peers that are in theirs. */
+    /* A failure to create an optimizer does not fail the world; its peers find this rank gone. A
+       failure in a shutdown (it has no text) meets peers that shut down as well. */
     int alone = strstr(f->text, "adamw_create") || (mine && !f->text[0]);
     int abandons = alone || (calls[f->call].may & ABANDONS) ? 2 : 0;
     int limit = FAULT_MS + 2000 + (calls[f->call].may == (CLEANUP | ABANDONS) ? 10000 : 0);
@@ -1950,13 +1968,13 @@ static void plan_fault(int call, int nth, int rank, const int *code) {
     f->call = call, f->nth = nth, f->rank = rank, f->code = code[calls[call].nccl];
 }
 
-/* Quickly: the first and a middle one on one rank, in turn. Else on each rank, and of those that
-   are made often some. */
+/* With most == 2: the first and a middle occurrence, on one rank, in turn. Otherwise on each rank,
+   and a sample of frequent calls. */
 static void plan_faults(int world, int most, const int *code) {
     for (int i = 0; i < CALLS; i++)
         for (int rank = 0; rank < world; rank++) {
             int count = board->counts[rank][i], step = (count + most - 1) / most;
-            if (most == 2 && calls[i].may == (CLEANUP | ABANDONS)) continue; /* 10 s */
+            if (most == 2 && calls[i].may == (CLEANUP | ABANDONS)) continue; /* takes 10 s */
             if (most == 2 && count && world == 2 && rank != i % 2 && board->counts[1 - rank][i])
                 continue;
             for (int nth = 1; nth <= count && board->num < FAULTS; nth += step)
@@ -1966,13 +1984,14 @@ static void plan_faults(int world, int most, const int *code) {
 
 static const struct {
     const char *name;
-    int world, code[2]; /* of CUDA, of NCCL */
+    int world, code[2]; /* error codes of CUDA and NCCL */
 } codes[] = {
     {"W=1,out_of_memory", 1, {2, 2}}, {"W=1,sticky", 1, {700, 3}}, {"W=2,sticky", 2, {700, 3}}};
 static const struct {
     const char *name;
     int world, code[2];
-} quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 5}}}; /* 2 and 3 wait for a cause */
+/* on NCCL's errors 2 and 3 the library waits for a cause */
+} quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 5}}};
 
 static void make_board(void) {
     board = (fault_board *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,

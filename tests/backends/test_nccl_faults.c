@@ -1,10 +1,10 @@
-/* test_nccl_faults.c - ranks of the NCCL backend that die, stall, differ, come late or never;
-   errors of NCCL and CUDA; a device that does not end its work; and nothing left behind. On the
-   stand-ins of tests/stubs, whose collectives never notice a dead peer, as NCCL's within one host:
-   the store and abort have to. No call blocks for ever, and every rank gets a status that names the
+/* test_nccl_faults.c - ranks of the NCCL backend that die, stall, differ, arrive late or never;
+   errors of NCCL and CUDA; a device that does not finish its work; and leaks. Runs on the stubs of
+   tests/stubs, whose collectives never notice a dead peer, like NCCL's within one host: the store
+   and an abort must. No call may block forever, and every rank must get a status that names the
    culprit.
 
-   Ranks are processes, streams are asynchronous, and the host does not read device memory.
+   Ranks are processes, streams are asynchronous, and the host cannot read device memory.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | STUB
@@ -12,7 +12,7 @@
 #include <glob.h>
 #include "stubs/stub.h"
 
-/* The library's calls of these three go through functions of this test. */
+/* The library calls these three through functions of this test. */
 static cudaError_t late_device(int device);
 static ncclResult_t faulty_init(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
                                 ncclConfig_t *config);
@@ -30,7 +30,7 @@ static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t
 
 enum { WIDTH = 24, FLIGHTS = 1024 };
 
-static job *my_job; /* of a rank, in all its threads */
+static job *my_job; /* job of this rank, for all its threads */
 static int my_rank;
 
 static void is_me(job *j, int rank) { my_job = j, my_rank = rank; }
@@ -40,7 +40,8 @@ static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
     return j;
 }
 
-/* All know in time, and their shutdown takes less than three seconds. */
+/* Checks that all ranks learn of the failure in time, and that their shutdown takes at most 3
+   seconds. */
 static void all_in_time(const job *j, int except, int limit_ms) {
     all_know(j, except, limit_ms);
     for (int k = 0; k < j->world; k++)
@@ -56,7 +57,7 @@ typedef struct {
     fsdp_unit *unit[UNITS];
     fsdp_adamw *adamw;
 } trainer;
-/* grad += w / 8, when the gate is open; NULL: there is none. */
+/* Kernel arguments: grad += w / 8, once the gate is open; NULL: there is no gate. */
 typedef struct {
     const float *w;
     float *grad;
@@ -142,10 +143,11 @@ TEST(nccl_faults, undisturbed) {
 
 /* ---- making communicators -------------------------------------------------------------------- */
 
-static int odd_init, odd_split; /* which call of these the victim does not make; 0: it makes all */
-static int dies;                /* 1: it dies there, else it hangs */
+/* number of the call that the victim does not make; 0: it makes all */
+static int odd_init, odd_split;
+static int dies;                /* 1: it dies there; 0: it hangs */
 
-/* What the victim does instead of a call of NCCL, in the thread of that call. */
+/* Replaces a call of NCCL in the victim, in the thread of that call. */
 static void odd_call(int *left) {
     if (*left == 0 || --*left > 0) return;
     mark(my_job);
@@ -190,9 +192,10 @@ TEST_P(nccl_faults, rank_dies_while_communicators_are_made, makings) {
     all_in_time(j, row->victim, 1000);
 }
 
-static int is_late; /* 1: the next thread that is to make a call of NCCL */
+static int is_late; /* 1: delays the next thread that is about to call NCCL */
 
-/* The victim dies when the others are here, too, who come too late: their communicators are gone. */
+/* All ranks wait until the others have arrived; then the victim dies, and the rest find their
+   communicators destroyed. */
 static cudaError_t late_device(int device) {
     long ns = 0;
     if (!__atomic_exchange_n(&is_late, 0, __ATOMIC_SEQ_CST)) return cudaSetDevice(device);
@@ -222,7 +225,7 @@ TEST(nccl_faults, thread_of_a_split_is_late) {
     all_in_time(j, j->victim, 1000);
 }
 
-/* The process goes on, and can end. */
+/* The process survives, and can end. */
 TEST_P(nccl_faults, making_a_communicator_hangs, makings) {
     job *j = make_making(row->world, row->victim, row->init, row->split, 600);
     start(j);
@@ -238,7 +241,7 @@ TEST_P(nccl_faults, making_a_communicator_hangs, makings) {
 
 typedef struct {
     const char *name;
-    int place, delay_us; /* the kill comes up to so long after the victim's arrival */
+    int place, delay_us; /* the kill comes up to delay_us after the victim's arrival */
 } point;
 static const point points[] = {
     {"open", AT_INIT, 60000},  {"split", AT_SPLIT, 30000},      {"first step", AT_FIRST, 8000},
@@ -246,14 +249,14 @@ static const point points[] = {
 };
 enum { POINTS = (int)(sizeof points / sizeof points[0]) };
 
-/* How the backend works: what is compared, one communicator or two, calls that go on. */
+/* Modes of the backend: comparing signatures, one communicator or two, calls in progress. */
 static const char *const modes[][2] = {{"FSDP_NCCL_CHECK", "1"},
                                        {"FSDP_NCCL_COMMS", "1"},
                                        {"NCCL_COMM_BLOCKING", "0"},
                                        {"FSDP_NCCL_REGISTER", "2"}};
 enum { MODES = (int)(sizeof modes / sizeof modes[0]) };
 
-/* A death after a survivor's last operation may not show at all. */
+/* A death after a survivor's last operation may go unnoticed. */
 static void check_survivor(const job *j, int k, tally *sum) {
     const report *r = &j->rank[k];
     if (!in_order(r)) wrong(j, sum, "a survivor did not end in order");
@@ -289,7 +292,7 @@ static const struct {
     const char *name;
     int world, victim, place, timeout_ms;
 } stops[] = {{"W=2/rank_1", 2, 1, AT_STEP, 1000},
-             {"W=3/rank_0", 3, 0, AT_FINALIZE, 3000}, /* which serves the store */
+             {"W=3/rank_0", 3, 0, AT_FINALIZE, 3000}, /* rank 0 serves the store */
              {"W=4/rank_2", 4, 2, AT_STEP, 1000}};
 
 TEST_P(nccl_faults, stopped_rank_is_a_timeout, stops) {
@@ -303,7 +306,7 @@ TEST_P(nccl_faults, stopped_rank_is_a_timeout, stops) {
     kill(j->pid[j->victim], SIGCONT);
     J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
     all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
-    for (int k = 0; k < row->world; k++) /* or one that waits for it */
+    for (int k = 0; k < row->world; k++) /* or name a rank that waits for it */
         J_CHECK(j, names(j->rank[k].text, k, j->victim) || strstr(j->rank[k].text, "; it is in "),
                 "rank %d does not name it", k);
     all_in_time(j, j->victim, 1500 + j->timeout_ms);
@@ -378,7 +381,7 @@ static fsdp_status gathers_1(trainer *t) {
 typedef struct {
     const char *name;
     fsdp_status (*call)(trainer *), (*odd)(trainer *);
-    const char *differs, *said[2]; /* of either side */
+    const char *differs, *said[2]; /* said: texts of either side */
 } mismatch;
 static const mismatch mismatches[] = {
     {"kind", sums, sends_to_all, "operation", {"all_reduce of 'fsdp_all_reduce'", "broadcast of"}},
@@ -432,7 +435,7 @@ static void breaks_and_sleeps(job *j, fsdp_world *world) {
     usleep(ASLEEP_MS * 1000);
 }
 
-/* The other one is late, so that the victim waits when it happens. */
+/* The other rank is late, so that the victim waits when it happens. */
 enum { LATE_MS = 800, SOON_MS = 200 };
 static void *happens_soon(void *arg) {
     usleep(SOON_MS * 1000);
@@ -459,7 +462,7 @@ static void aborts_while_it_waits(job *j, fsdp_world *world) { soon(j, world); }
 static const struct {
     const char *name;
     void (*quirk)(job *, fsdp_world *);
-    int other, offload, sleeps_ms; /* how long the victims are not inside the library */
+    int other, offload, sleeps_ms; /* sleeps_ms: how long the victims are outside the library */
     fsdp_status status;
     const char *said;
 } errors[] = {
@@ -478,7 +481,8 @@ TEST_P(nccl_faults, error_ends_all_ranks, errors) {
     J_CHECK(j, !finish(j, 8000), "a rank hangs");
     all_got(j, -1, row->status, row->said);
     all_name(j, -1, 1);
-    /* NCCL does not say that nobody has gone: for a second the store might. */
+    /* NCCL does not say whether a rank has left: the library waits a second for the store to say
+       so. */
     int limit_ms = 300 + (row->status == FSDP_ERR_BACKEND ? 1000 : 0);
     for (int k = 0; k < 3; k++) {
         int is_asleep = row->other < 0 ? k == 1 : k == row->other;
@@ -488,10 +492,10 @@ TEST_P(nccl_faults, error_ends_all_ranks, errors) {
     all_in_time(j, -1, limit_ms + row->sleeps_ms);
 }
 
-/* ---- NCCL's error, which names nobody, and the store's word of who has left ------------------- */
+/* ---- NCCL's error, which names no rank, and the store's, which does -------------------------- */
 
-/* Time stands still from when a rank waits: only events decide, and the test moves the clock. */
-static int64_t stopped_ns; /* 0: it runs */
+/* From a certain point the clock stands still: only events decide, and the test moves the clock. */
+static int64_t stopped_ns; /* 0: the clock runs */
 static int64_t stopped_clock(void *user) {
     int64_t at = __atomic_load_n(&stopped_ns, __ATOMIC_SEQ_CST);
     (void)user;
@@ -500,9 +504,9 @@ static int64_t stopped_clock(void *user) {
 
 typedef struct {
     const char *name;
-    int in_call, left_first; /* a call of NCCL fails; else its watchdog is told */
-    int deadline_ms;         /* not 0: of the call */
-    int passes_ms;           /* after the error, before anybody leaves */
+    int in_call, left_first; /* in_call: a call of NCCL fails; 0: the watchdog sees the error */
+    int deadline_ms;         /* deadline of the call; 0: the default */
+    int passes_ms;           /* after the error, before a rank leaves */
     int leaves;
     fsdp_status status;
     const char *said;
@@ -519,7 +523,7 @@ static fsdpi_nccl_comm *comm_of(const fsdp_world *world) {
     return (fsdpi_nccl_comm *)(void *)world->comm;
 }
 
-/* The watchdog has looked, and looked again. */
+/* Waits until the watchdog has looked twice. */
 static void await_looks(const fsdpi_comm *c) {
     int64_t before = stub_count("ncclCommGetAsyncError");
     for (long ns = 0; stub_count("ncclCommGetAsyncError") < before + 3 && !fsdpi_comm_failed(c);)
@@ -533,7 +537,7 @@ static void await_left(const fsdpi_comm *c) {
         h_nap(&ns);
 }
 
-/* Beside a rank that waits for the victim. */
+/* Runs in addition to a rank that waits for the victim. */
 static void *is_told(void *arg) {
     const blame *b = (const blame *)my_job->extra;
     const fsdpi_comm *c = (const fsdpi_comm *)arg;
@@ -543,7 +547,7 @@ static void *is_told(void *arg) {
     while (b->in_call && !stub_failed() && !fsdpi_comm_failed(c)) h_nap(&ns);
     if (b->left_first) return NULL;
     if (!b->in_call) await_looks(c);
-    do { /* if nobody leaves, patience may begin after the first time */
+    do { /* if no rank leaves, the wait for a cause may begin after the first time */
         __atomic_add_fetch(&stopped_ns, (int64_t)b->passes_ms * 1000000, __ATOMIC_SEQ_CST);
         h_nap(&ns);
     } while (!b->leaves && !b->deadline_ms && !fsdpi_comm_failed(c));
@@ -582,7 +586,7 @@ static void one_is_to_blame(job *j, int rank) {
 }
 
 TEST_P(nccl_faults, error_and_who_has_left, blames) {
-    job *j = make_job(3, 100000000, one_is_to_blame); /* nearly no deadline */
+    job *j = make_job(3, 100000000, one_is_to_blame); /* practically no deadline */
     j->victim = 2, j->extra = row;
     start(j);
     J_CHECK(j, !finish(j, 8000), "a rank hangs");
@@ -621,7 +625,7 @@ static const struct {
     int world, offload;
 } endless[] = {{"W=1/offload", 1, 1}, {"W=3", 3, 0}, {"W=3/offload", 3, 1}};
 
-/* A kernel of the user does not end, in one rank. The rank itself waits for its device. */
+/* A user's kernel does not end on one rank, which then waits for its device. */
 TEST_P(nccl_faults, kernel_that_never_ends, endless) {
     job *j = make_job(row->world, 500, train);
     j->victim = 0, j->offload = row->offload, j->quirk = never_ends;
@@ -669,7 +673,7 @@ static void leaves_one_by_one(job *j, int rank) {
 
 static const struct {
     const char *name;
-    int world, apart_ms; /* < 0: the last one first */
+    int world, apart_ms; /* < 0: the last rank first */
 } orders[] = {{"0.3s", 3, 300}, {"0.3s/backwards", 3, -300}, {"3s", 2, 3000}};
 
 TEST_P(nccl_faults, ranks_leave_one_by_one, orders) {
@@ -690,7 +694,7 @@ static const struct {
     int tcp, is_killed;
 } launchers[] = {{"host/killed", 0, 1}, {"tcp/killed", 1, 1}, {"tcp/stopped", 1, 0}};
 
-/* A server that vanishes takes the job along. One that ends in order does not. */
+/* If the server dies, the job fails. If it ends in order, the job continues. */
 TEST_P(nccl_faults, launcher_that_serves_ends, launchers) {
     job *j = make_job(3, 20000, train);
     int port = h_free_port();
@@ -703,7 +707,7 @@ TEST_P(nccl_faults, launcher_that_serves_ends, launchers) {
 
 /* ---- the flight record ----------------------------------------------------------------------- */
 
-/* The record of a rank, in which the caller looks from the oldest entry to the newest. */
+/* Maps the flight record of a rank, whose entries are read from the oldest to the newest. */
 static const fsdpi_flight_record *map_record(const char *dir, int rank) {
     char pattern[420];
     glob_t found;
@@ -723,8 +727,8 @@ static const struct {
     int odd_step;
 } flights[] = {{"few", 5}, {"wraps", 450}};
 
-/* The watchdog says when an operation on a stream has ended: what a rank that sleeps has left out
-   has not ended on the others, and nothing before it is open. */
+/* The watchdog notes when an operation on a stream has ended. The operation that a sleeping rank
+   has left out has not ended on the others, and every operation before it has. */
 TEST_P(nccl_faults, flight_record, flights) {
     job *j = make_job(3, 2000, train);
     char dir[400];
@@ -753,7 +757,7 @@ TEST_P(nccl_faults, flight_record, flights) {
         CHECK(f->num_comms >= 4); /* none, the world, and the two of the mesh */
         CHECK_MSG(row->odd_step > 100 ? f->begun > FSDPI_FLIGHT_OPS : f->begun > 50, "%d entries",
                   (int)f->begun);
-        if (k == j->victim) { /* it was asleep behind the step's last operation, and woke too late */
+        if (k == j->victim) { /* it slept after the step's last operation, and woke too late */
             if (last == open_op) last = &f->op[(f->begun - 2) % FSDPI_FLIGHT_OPS];
             CHECK(last->end_ns > 0);
             CHECK_EQ_INT(last->kind, FSDP_OP_ALL_REDUCE);
@@ -828,7 +832,7 @@ TEST(nccl_faults, wait_for_an_entry_has_a_deadline) {
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
 
-/* Objects of CUDA and NCCL, and the library's own memory. */
+/* Checks that no objects of CUDA and NCCL are left, and none of the library's memory. */
 static void nothing_lives(const w_heap *heap, int cycle) {
     for (int kind = 0; kind < STUB_KINDS; kind++)
         CHECK_MSG(stub_live(kind) == 0, "cycle %d: %lld objects of kind %d", cycle,
@@ -854,7 +858,7 @@ typedef struct {
     void (*quirk)(int cycle, int rank, fsdp_world *world);
     int world, cycles, timeout_ms;
     fsdp_status status;
-    size_t heap; /* that the stub may keep in half of them: streams, communicators given up */
+    size_t heap; /* memory that the stub may keep: streams, and communicators that were given up */
 } cycle;
 static const cycle cycles[] = {{"in_order", no_quirk, 2, CYCLES, 20000, FSDP_OK, 24 << 10},
                                {"aborted", one_aborts, 3, 20, 20000, FSDP_ERR_ABORTED, 24 << 10},
@@ -896,7 +900,7 @@ TEST_P(nccl_faults, worlds_leave_nothing, cycles, SECONDS(120)) {
     h_message("%d cycles of %.1f ms", row->cycles, (double)(now_ns() - begin) * 1e-6 / row->cycles);
 }
 
-/* A call of NCCL that does not return is left alone, with its thread and communicators. */
+/* A call of NCCL that does not return is abandoned, with its thread and communicators. */
 static void hung_open(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
@@ -913,7 +917,7 @@ static void hung_open(job *j, int rank) {
         CHECK_MSG(stub_live(kind) == 0 || kind == STUB_COMMS, "%lld objects of kind %d",
                   (long long)stub_live(kind), kind);
     CHECK(stub_live(STUB_COMMS) <= 1);
-    d = desc_of(j, 0); /* the process goes on */
+    d = desc_of(j, 0); /* the process is still usable */
     d.world_size = 1;
     CHECK_OK(fsdp_init(&d, &world));
     CALL(world, make_trainer(&t, world));

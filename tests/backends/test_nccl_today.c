@@ -1,6 +1,6 @@
-/* test_nccl_today.c - what the NCCL backend asks of NCCL 2.31, on the stand-in with the header of that
-   version: an order of launches, a policy and a tag of each collective, bytes of communicators; and
-   that it asks older libraries for none of it.
+/* test_nccl_today.c - features of NCCL 2.31 that the backend uses, on the stub with that version's
+   header: launch order, a policy and a tag for each collective, bytes of communicators; and that it
+   uses none of them with older libraries.
 
    SPDX-License-Identifier: MIT */
 #define TAGS       NO(SHM) | STUB
@@ -8,10 +8,10 @@
 #include "harness.h"
 #include "stub.h"
 
-/* What the library has asked for. */
+/* The library's requests. */
 enum { NOTED = 64 };
 typedef struct {
-    int num, num_plain; /* collectives with a configuration, and without */
+    int num, num_plain; /* collectives with and without a configuration */
     int policies[NOTED];
     uint64_t tags[NOTED];
     int comm_policy, order, num_comms;
@@ -72,14 +72,14 @@ static ncclResult_t noted_split(ncclComm_t comm, int color, int key, ncclComm_t 
 
 typedef struct {
     const char *name;
-    int version;             /* of the library */
+    int version;             /* version of the library */
     const char *registers;   /* FSDP_NCCL_REGISTER */
     int comms;               /* FSDP_NCCL_COMMS */
     const char *order;       /* NCCL_LAUNCH_ORDER_IMPLICIT */
-    int works;               /* windows do */
-    int configures, policy;  /* collectives; of gathers */
-    int orders, comm_policy; /* communicators with an order; the policy of one */
-    int warnings, notes;     /* of registrations, on rank 0 */
+    int works;               /* windows are supported */
+    int configures, policy;  /* collectives are configured; policy of gathers */
+    int orders, comm_policy; /* communicators have an order; policy of a communicator */
+    int warnings, notes;     /* about registrations, on rank 0 */
 } row_of;
 enum { NONE = NCCL_CONFIG_UNDEF_INT, ZERO = NCCL_CTA_POLICY_ZERO };
 static const row_of rows[] = {

@@ -1,5 +1,5 @@
-/* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory;
-   and nothing left behind; how ranks wait. What every backend has to do on failure is in conformance.c.
+/* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never arrive; lack of
+   memory; leaks; and how ranks wait. conformance.c has the contract of all backends.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
@@ -11,7 +11,7 @@
 #include <sched.h>          /* sched_setaffinity */
 #include <sys/prctl.h>      /* prctl */
 #include <sys/resource.h>   /* setrlimit */
-static int longest_poll_ms; /* that the library has asked for */
+static int longest_poll_ms; /* longest timeout of poll() that the library has used */
 static int recorded_poll(struct pollfd *p, nfds_t count, int ms) {
     if (ms > longest_poll_ms) longest_poll_ms = ms;
     return poll(p, count, ms);
@@ -28,12 +28,12 @@ typedef struct {
     fsdp_allocator allocator;
     char job[64];
     fsdp_threads common;
-    int pids[8]; /* of ranks that say so; in memory of all */
-    int there;   /* ranks that have come to a place */
+    int pids[8]; /* pids of the ranks that store them; shared memory */
+    int there;   /* number of ranks that have reached a certain place */
     void *extra;
 } setup;
 
-/* In memory that forked ranks share. */
+/* Returns a setup in memory that forked ranks share. */
 static setup *make_setup(int world, int threads, int timeout_ms) {
     setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
                              -1, 0);
@@ -79,7 +79,7 @@ static rank_state begin(int rank, setup *s) {
     return r;
 }
 
-/* `count` ranks have said that they are there. */
+/* is_there counts this rank; await_ranks waits until `count` ranks are there. */
 static void is_there(setup *s) { __atomic_add_fetch(&s->there, 1, __ATOMIC_SEQ_CST); }
 static void await_ranks(setup *s, int count) {
     while (__atomic_load_n(&s->there, __ATOMIC_SEQ_CST) < count) usleep(300);
@@ -164,7 +164,7 @@ static void killed(int rank, int world, void *arg) {
     s->pids[rank] = (int)getpid();
     CHECK_OK(one(&r, r.comm, FSDP_OP_REDUCE_SCATTER, "h.4", FSDP_STATE_POST_BACKWARD));
     is_there(s);
-    if (rank == 1) await_ranks(s, world); /* all have left the first one */
+    if (rank == 1) await_ranks(s, world); /* all ranks have completed the first one */
     if (rank == 1 && !d->inside) usleep(30000), h_die(SIGKILL);
     if (rank == 1) pthread_create(&thread, NULL, die_soon, NULL);
     if (rank == 2 && d->inside) await_death(s->pids[1]);
@@ -187,7 +187,7 @@ static void killed(int rank, int world, void *arg) {
         told(&r, "its last operation was reduce_scatter of 'h.4' (post_backward, op 1), 0.");
     start = h_calm_ms();
     CHECK_STATUS(one(&r, r.comm, FSDP_OP_BROADCAST, "next", 0),
-                 FSDP_ERR_PEER_LOST); /* sticky, at once */
+                 FSDP_ERR_PEER_LOST); /* the failure is permanent, and reported at once */
     CHECK(h_calm_ms() - start < 200);
     told(&r, "rank 1 has died");
     told(&r, "broadcast of 'next' (op ");
@@ -204,7 +204,7 @@ static void ends_without_closing(int rank, int world, void *arg) {
     rank_state r;
     (void)world;
     if (rank == 1) {
-        pid_t pid = fork(); /* the rank proper; a test may not end early itself */
+        pid_t pid = fork(); /* the rank itself: a test process must not end early */
         if (pid == 0) r = begin(1, s), _exit(0);
         CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
         return;
@@ -353,7 +353,7 @@ static void differ(int rank, int world, void *arg) {
     if (odd && m->field == OTHER_SEGS) mine.full = 8;
     memset(r.dst, 0x77, BLOCK);
     CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
-    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
+    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* no byte has moved */
     told(&r, ": [E404] ranks disagree: ranks 0, 1: ");
     told(&r, "; rank 2: ");
     told(&r, m->differs);
@@ -392,7 +392,7 @@ static void abort_reaches_groups(int rank, int world, void *arg) {
     is_there((setup *)arg);
     if (rank == 2) {
         await_ranks((setup *)arg, world);
-        usleep(20000); /* most likely they are inside */
+        usleep(20000); /* so that they most likely wait inside */
         r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 2 aborted the world: out of data");
     }
     fsdp_comm *mine = rank == 0 ? pair : r.comm;
@@ -409,7 +409,7 @@ TEST(shm_faults, abort_reaches_ranks_in_groups) {
 
 /* ---- groups ---------------------------------------------------------------------------------- */
 
-/* The memory of a group goes back to the host when its last member closes it. */
+/* The memory of a group is returned to the host when its last member closes it. */
 static void groups_go(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
     const fsdpi_shm_world *w = fsdpi_shm_world_of((fsdpi_shm_comm *)(void *)r.comm);
@@ -430,13 +430,13 @@ static void groups_go(int rank, int world, void *arg) {
 }
 TEST(shm_faults, memory_of_groups_comes_back) { run(make_setup(2, 0, 20000), groups_go); }
 
-/* A rank that closes a group in which others wait has left it: they are told so at once. */
+/* A rank that closes a group in which others wait has left it: the others get an error at once. */
 static void group_goes(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
     fsdp_comm *group = group_of_all(&r, rank, world, "left");
     CHECK_OK(one(&r, group, FSDP_OP_ALL_GATHER, "h.3", 0));
     if (rank == 1) {
-        w_sleep_ns(20000000); /* most likely the others are asleep */
+        w_sleep_ns(20000000); /* so that the others most likely sleep */
         r.ops->close(group);
         for (int i = 0; i < 1000 && !r.ops->poll(r.comm); i++) w_sleep_ns(5000000);
     } else {
@@ -483,7 +483,7 @@ typedef struct {
 // clang-format on
 static const unlike unlike_pairs[] = {UNLIKE("processes", 0), UNLIKE("threads", 1)};
 
-/* Rank 2 waits in a collective, and learns of it as well. */
+/* Rank 2 waits in a collective, and gets the error as well. */
 static void pairs_differ(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     const unlike *u = (const unlike *)s->extra;
@@ -494,7 +494,7 @@ static void pairs_differ(int rank, int world, void *arg) {
                          : rank == 1 ? pair(&r, u->kind, 0, u->count, u->dtype, u->fingerprint)
                                      : one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0);
     CHECK_STATUS(status, FSDP_ERR_MISMATCH);
-    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
+    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* no byte has moved */
     told(&r, "ranks disagree: rank ");
     told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 1), 8 elements of f32");
     told(&r, u->says);
@@ -507,13 +507,13 @@ TEST_P(shm_faults, unlike_pair, unlike_pairs) {
     run(s, pairs_differ);
 }
 
-/* 0 sends to 1, which receives from 2, which receives from 0: each text says for whom the missing
-   one waits instead. */
+/* Rank 0 sends to rank 1, which receives from 2, which receives from 0: each text says for which
+   rank the missing one waits instead. */
 static void wrong_partner(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
     static const int others[3] = {1, 2, 0};
     (void)world;
-    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0)); /* all are there */
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0)); /* all ranks are there */
     CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, others[rank], 8, FSDP_F32, 0),
                  FSDP_ERR_TIMEOUT);
     const char *said[3] = {"rank 1 has not come within 0.6 s; it is in recv of 'h.3' from rank 2",
@@ -528,8 +528,8 @@ TEST(shm_faults, pairs_that_do_not_meet, SLOW) {
     run(make_setup(3, 1, 600), wrong_partner);
 }
 
-/* The sender waits for rank 1, which dies, closes, or aborts; ranks that are no part of the pair
-   come and go as they like. */
+/* The sender waits for rank 1, which dies, closes, or aborts; ranks outside the pair may come and
+   go. */
 enum { PARTNER_DIES, PARTNER_CLOSES, PARTNER_ABORTS, PARTNER_IS_LATE };
 static void partner(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
@@ -543,7 +543,7 @@ static void partner(int rank, int world, void *arg) {
     }
     if (rank == 1) {
         await_ranks(s, world);
-        usleep(120000); /* most likely the sender has found that rank 2 is gone */
+        usleep(120000); /* so that the sender has most likely found that rank 2 is gone */
         if (what == PARTNER_DIES) h_die(SIGKILL);
         if (what == PARTNER_ABORTS) r.ops->abort(r.comm, FSDP_ERR_CORRUPT, "rank 1 is out of data");
     }
@@ -596,7 +596,7 @@ TEST(shm_faults, rank_missing_at_open, SLOW) {
     }
 }
 
-/* Rank 0 makes the file; the others are told of one of them. */
+/* Rank 0 makes the file; if another rank cannot map it, all get an error. */
 static void files_may_not_grow(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     struct rlimit limit = {1, RLIM_INFINITY};
@@ -606,7 +606,7 @@ static void files_may_not_grow(int rank, int world, void *arg) {
     const fsdp_status status = victim || rank == 0 ? open_as(&r, s, rank, world) : FSDP_OK;
     if (rank == victim) limit.rlim_cur = RLIM_INFINITY, (void)setrlimit(RLIMIT_FSIZE, &limit);
     if (!victim && rank) return;
-    if (rank == 2 && status == FSDP_ERR_TIMEOUT) { /* it came when rank 0 had given up already */
+    if (rank == 2 && status == FSDP_ERR_TIMEOUT) { /* rank 0 had already given up */
         says(r.ops->error_text(NULL), "rank 0 has not come");
         return;
     }
@@ -631,7 +631,7 @@ static void dies_in_open(int rank, int world, void *arg) {
         pthread_create(&thread, NULL, die_soon, NULL);
     }
     fsdp_status status = open_as(&r, s, rank, world);
-    CHECK(rank == 1); /* where it does not get to know rank 0 first, it waits to the end */
+    CHECK(rank == 1); /* a rank that does not reach rank 0 in time waits for its deadline */
     CHECK_MSG(status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_TIMEOUT, "%d", status);
     says(r.ops->error_text(NULL),
          status == FSDP_ERR_TIMEOUT ? "rank 0 has not come" : "rank 0 has died");
@@ -643,7 +643,7 @@ static void other_world_size(int rank, int world, void *arg) {
     rank_state r;
     if (rank == 1) usleep(60000);
     fsdp_status status = open_as(&r, s, rank, rank == 1 ? world + 1 : world);
-    if (rank == 2 && status == FSDP_ERR_TIMEOUT) { /* it came when rank 0 had given up already */
+    if (rank == 2 && status == FSDP_ERR_TIMEOUT) { /* rank 0 had already given up */
         says(r.ops->error_text(NULL), "rank 0 has not come");
     } else {
         CHECK_STATUS(status, FSDP_ERR_MISMATCH);
@@ -662,7 +662,7 @@ TEST(shm_faults, other_world_size_of_a_thread) {
     run(make_setup(2, 1, 200), other_world_size_thread);
 }
 
-/* Process 1 and 2 both say that they are rank 1: the second one is refused. Then rank 2 comes. */
+/* Processes 1 and 2 both claim to be rank 1: the second one is refused. Then rank 2 arrives. */
 static void twice(int process, int world, void *arg) {
     setup *s = (setup *)arg;
     rank_state r;
@@ -711,7 +711,7 @@ TEST(shm_faults, two_jobs_with_one_id) {
 
 static void second_world(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
-    rank_state first = begin(rank, s), second = begin(rank, s); /* of the same job, both open */
+    rank_state first = begin(rank, s), second = begin(rank, s); /* both open, in one job */
     (void)world;
     for (int i = 0; i < 10; i++) {
         CHECK_OK(one(&first, first.comm, FSDP_OP_ALL_GATHER, "a", 0));
@@ -723,7 +723,7 @@ static void second_world(int rank, int world, void *arg) {
 }
 TEST(shm_faults, two_worlds_of_one_job) { run(make_setup(3, 0, 5000), second_world); }
 
-/* Another process has rank 0's name and looks at nobody: the queue of those who come is full. */
+/* Another process has rank 0's name and accepts no connection: its queue is full. */
 static socklen_t name_of(const setup *s, struct sockaddr_un *name) {
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
@@ -749,7 +749,7 @@ TEST(shm_faults, rank_0_looks_at_nobody) {
     says(r.ops->error_text(NULL), "[E617] rank 0 has not come within 0.7 s");
 }
 
-/* Somebody connects to rank 0 and says nothing. */
+/* A process connects to rank 0 and sends nothing. */
 static void silent(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     struct sockaddr_un name;
@@ -768,8 +768,8 @@ static void silent(int rank, int world, void *arg) {
 }
 TEST(shm_faults, guest_that_says_nothing) { run(make_setup(2, 0, 100), silent); }
 
-/* Rank 1 waits for rank 0, then with rank 0 for rank 2: one deadline for both. Its clock goes on by
-   100 ms whenever it is asked, but waits at 1.2 s until it has joined. */
+/* Rank 1 waits for rank 0, then with rank 0 for rank 2: one deadline covers both. Its clock
+   advances by 100 ms per reading, but stops at 1.2 s until the rank has joined. */
 static int count_maps(const char *what);
 static int64_t virtual_ns;
 static int64_t virtual_now(void *user) {
@@ -793,7 +793,7 @@ TEST(shm_faults, one_deadline_for_all_of_open) {
     run(s, two_waits);
 }
 
-/* A sandbox without memfd_create, and a process that may open nothing more. */
+/* A sandbox without memfd_create, and a process that may not open more files. */
 static void forbid_memfd(int error) {
     struct sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -827,7 +827,8 @@ TEST_P(shm_faults, no_memfd, refusals) {
     CHECK(r.comm == NULL);
 }
 
-/* Threads: a rank that leaves without close. The others are told who, and meet anew. */
+/* Threads: a rank leaves without close. The error of the others names it, and they can open a new
+   world. */
 static rank_state left_behind;
 static void leaves_without_closing(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
@@ -846,8 +847,8 @@ TEST(shm_faults, thread_that_leaves_without_closing) {
     run(make_setup(2, 1, 1000), leaves_without_closing);
 }
 
-/* A child that was forked while a thread of the rank told of a failure: it has the lock, not the
-   thread. */
+/* A child was forked while a thread of the rank reported a failure: the child has the lock but not
+   the thread. */
 TEST(shm_faults, child_of_a_rank_that_fails) {
     fsdp_world_desc d = w_desc(0, 1, NULL, w_job("fails"), 0);
     fsdp_world *w;
@@ -871,9 +872,9 @@ static void no_memory(int rank, int world, void *arg) {
     size_t sizes[3];
     (void)world;
     sizes[0] = SIZE_MAX / 2;
-    sizes[1] = (size_t)1 << 44; /* can be addressed */
+    sizes[1] = (size_t)1 << 44; /* fits the address space */
     sizes[2] = (size_t)sysconf(_SC_PHYS_PAGES) *
-               (size_t)sysconf(_SC_PAGESIZE); /* the machine, for each rank */
+               (size_t)sysconf(_SC_PAGESIZE); /* all memory of the machine, for each rank */
     for (int i = 0; i < 3; i++) {
         char number[32];
         int64_t start = h_calm_ms();
@@ -883,7 +884,7 @@ static void no_memory(int rank, int world, void *arg) {
         told(&r, number);
         told(&r, "MiB left");
     }
-    CHECK_OK(r.ops->alloc(r.comm, BLOCK, &p)); /* the world goes on */
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, &p)); /* the world is still usable */
     fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
     c.src = c.dst = p;
     CHECK_OK(r.ops->run(r.comm, &c));
@@ -904,8 +905,8 @@ static int count_maps(const char *what) {
     return n;
 }
 
-/* Blocks of other sizes on each rank come and go: what a process maps of its peers' does not grow,
-   and new memory is never taken for old. */
+/* Each rank allocates and frees blocks of different sizes. The number of peers' blocks that a
+   process maps must not grow, and new memory must never be mistaken for old. */
 static void unlike_blocks(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
     int maps = 0;
@@ -939,7 +940,7 @@ TEST(shm_faults, mappings_of_unlike_memory_do_not_grow) {
 #define SANITIZED
 #endif
 #endif
-#ifndef SANITIZED /* which need address space of their own */
+#ifndef SANITIZED /* sanitizers need much address space */
 static rlim_t address_space(void) {
     unsigned long long pages = 0;
     FILE *f = fopen("/proc/self/statm", "r");
@@ -948,7 +949,8 @@ static rlim_t address_space(void) {
     return (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE);
 }
 
-/* Rank 2 has no address space left for a block of rank 0's: all learn of it, and who it was. */
+/* Rank 2 has no address space left for a block of rank 0's: all ranks get an error that names it.
+   */
 static void no_address_space(int rank, int world, void *arg) {
     enum { LARGE = 8 << 20 };
     rank_state r = begin(rank, (setup *)arg);
@@ -973,7 +975,8 @@ TEST(shm_faults, no_address_space_for_a_peers_memory) {
 }
 #endif
 
-/* Every host allocation of rank 1 fails once: it gets an error and leaks nothing, no rank hangs. */
+/* Every host allocation of rank 1 fails once: it gets an error and leaks nothing, and no rank
+   hangs. */
 static int64_t live_bytes;
 static int fail_at;
 
@@ -995,8 +998,9 @@ static fsdp_status life(int rank, int world, setup *s) {
     void *p;
     fsdp_status status = open_as(&r, s, rank, world);
     if (status) return status;
-    if (rank == 0) status = r.ops->alloc(r.comm, 100, &p); /* so that rank 1 has to map */
-    for (int i = 0; i < 36 && !status; i++) { /* more than the table of blocks first has room for */
+    if (rank == 0) status = r.ops->alloc(r.comm, 100, &p); /* so that rank 1 must map */
+    /* exceeds the initial capacity of the table of blocks */
+    for (int i = 0; i < 36 && !status; i++) {
         status = r.ops->alloc(r.comm, BLOCK, &p);
         if (i == 0) r.src = r.dst = (char *)p;
     }
@@ -1032,7 +1036,7 @@ TEST(shm_faults, every_allocation_fails_once, SLOW) {
     }
 }
 
-/* Threads: a peer that has not noticed a failure yet may be reading what this rank frees. */
+/* Threads: a peer that has not noticed a failure yet may still read memory that this rank frees. */
 static void free_after_failure(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
     (void)world;
@@ -1084,7 +1088,7 @@ static int socket_exists(const char *job) {
 TEST(shm_faults, nothing_is_left_after_kill_9) {
     setup *s = make_setup(3, 0, 5000);
     int shm = count_shm();
-    for (int round = 0; round < 2; round++) { /* the second one with the same id */
+    for (int round = 0; round < 2; round++) { /* the second round uses the same id */
         pid_t pid[3];
         memset(s->pids, 0, sizeof s->pids);
         for (int k = 0; k < 3; k++) {
@@ -1095,7 +1099,7 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
             CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
             __atomic_store_n(&s->pids[k], 1, __ATOMIC_SEQ_CST);
             (void)one(&r, r.comm, k ? FSDP_OP_ALL_GATHER : FSDP_OP_COPY, "h.3",
-                      0); /* rank 0 does not come */
+                      0); /* rank 0 does not take part */
             while (pause() < 0) {
             }
         }
@@ -1110,14 +1114,13 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
 
 /* ---- waits ----------------------------------------------------------------------------------- */
 
-/* Four ranks on two cores. In a collective they wait for each other twice; each time a rank hands its
-   core to the next one instead of sleeping until it is woken: of the switches to another task, hardly
-   one in a collective is a sleep (1.5 in each, if all sleep; 0.6 while other programs want the
-   cores thirteen times over), and all together stay few. So they do
-   where one of them is always late, by less than it takes to wake a core. */
+/* Four ranks on two cores. In a collective they wait for each other twice. Each time a rank hands
+   its core to the next one instead of sleeping until it is woken: the number of sleeps is well
+   below one per collective (if all slept: 1.5; at a load of 27: 0.6), and the total number of switches stays small. The
+   same holds if one rank is always late, by less than it takes to wake a core. */
 static const struct {
     const char *name;
-    int late_us; /* rank 3 */
+    int late_us; /* delay of rank 3 */
 } crowds[] = {{"all_at_once", 0}, {"one_late", 30}};
 
 static void hand_over(int rank, int world, void *arg) {
@@ -1156,8 +1159,8 @@ TEST_P(shm_waits, more_ranks_than_cores, crowds) {
 
 /* ---- large copies ---------------------------------------------------------------------------- */
 
-/* A copy is one, however long it is, and writes nothing else: around the length from which it goes
-   around the caches, and around whole groups of pages behind that. */
+/* A copy of any length copies all bytes and writes no others: tests lengths around the one from
+   which it bypasses the caches, and around whole groups of pages above that. */
 TEST(shm_faults, copies_of_any_length) {
     static const size_t beyond[] = {0, 1, 15, 64, 4095, 16383, 16384, 16385, 3 * 16384 + 77};
     static const size_t shifts[] = {0, 4, 16, 48};

@@ -1,19 +1,19 @@
-/* test_sim_store.c - the store where ranks meet, a launcher and its ranks in one process, on the
-   virtual hosts of sim_hosts.h: the real client and server of backends/fsdp_store.h under drawn
-   schedules and faults. Each seed is a job or two, and has to keep to this:
+/* test_sim_store.c - the store where ranks meet, with a launcher and its ranks in one process, on
+   the virtual hosts of sim_hosts.h: the real client and server of backends/fsdp_store.h under
+   random schedules and faults. Each seed is one job or two, for which must hold:
 
-   - No rank's set-up ends later than its deadline and SLACK.
-   - Without a fault that matters all ranks are in one world, and finish it.
-   - With such faults a rank that has none either finishes, or gets an error whose text names only
+   - No rank's set-up ends later than its deadline plus SLACK.
+   - Without a relevant fault all ranks are in one world, and finish it.
+   - With relevant faults a rank without one either finishes, or gets an error whose text names only
      ranks, or a server, that had one.
    - When a rank or the server dies in the running phase, the others know within HEARD.
-   - Nobody hangs or spins, and nobody leaves a descriptor, a thread or memory.
+   - No rank hangs or spins, and none leaks a descriptor, a thread or memory.
 
-   A seed that fails prints the command that repeats it; with SIM_TRACE=1 that shows what happened.
+   A seed that fails prints the command that repeats it; with SIM_TRACE=1 that shows the events.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION /* the store is a part of it */
+#define FSDP_IMPLEMENTATION /* the store is part of it */
 #define FSDP_STATIC
 #define FSDP_NO_BACKEND
 #pragma GCC diagnostic push
@@ -41,17 +41,17 @@ struct job;
 typedef struct {
     struct job *job;
     os_proc *proc;
-    fsdpi_store *store; /* while it is open */
-    int rank, size;     /* as it says itself */
+    fsdpi_store *store; /* NULL unless open */
+    int rank, size;     /* as the process claims */
     fsdp_status status;
     int is_open, is_absent;                            /* absent: its launcher has not started it */
     int64_t begun, opened, heard;                      /* 0: not yet */
-    char text[1400], name[24], place[64], served[160]; /* place, served: of its environment */
+    char text[1400], name[24], place[64], served[160]; /* place, served: from its environment */
 } actor;
 
 typedef struct job {
     int number, size, hosts, worlds, rounds, has_launcher, serves, is_over, trades;
-    int64_t timeout, pause, watch; /* watch: how often the launcher looks at its ranks */
+    int64_t timeout, pause, watch; /* watch: interval at which the launcher checks its ranks */
     char name[32], store[64];
     actor ranks[RANKS], launcher;
 } job;
@@ -59,7 +59,7 @@ typedef struct job {
 static job jobs[JOBS];
 static int num_jobs;
 
-/* The first verdict reaches a rank. */
+/* Notes when the first failure reaches a rank. */
 static void hears(void *user) {
     actor *a = (actor *)user;
     if (!a->heard && a->store && fsdpi_store_verdict(a->store, NULL)) a->heard = os.now;
@@ -92,7 +92,8 @@ static const char *key_of(char *out, size_t cap, int world, int k, int rank) {
     return out;
 }
 
-/* As a backend does when it gets no verdict: it asks what the culprit does, and tells one. */
+/* As a backend does if it gets no failure from the store: asks for the state of the culprit, and
+   reports a failure. */
 static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     char text[80];
     fsdpi_peer peer;
@@ -111,7 +112,7 @@ static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     return status;
 }
 
-/* All tell all a number. */
+/* All ranks send a number to all. */
 static fsdp_status round_of(actor *a, int world, int k) {
     char key[32];
     const job *j = a->job;
@@ -131,7 +132,7 @@ static fsdp_status round_of(actor *a, int world, int k) {
     return FSDP_OK;
 }
 
-/* Who serves goes last: after all have said that they need nothing more. */
+/* The rank that serves leaves last, after all have said that they need nothing more. */
 static fsdp_status finish(actor *a, int world) {
     char key[32], one = 1;
     size_t bytes;
@@ -188,7 +189,8 @@ static void *rank_main(void *arg) {
     return NULL;
 }
 
-/* What ranks of this host find in their environment; the others know only where it may be. */
+/* Sets the store's address in the environment of ranks on this host; the others know only where it
+   may be. */
 static void tell_place(job *j, const fsdpi_store_server *server) {
     for (int r = 0; r < j->size; r++) {
         actor *a = &j->ranks[r];
@@ -200,7 +202,7 @@ static void tell_place(job *j, const fsdpi_store_server *server) {
     }
 }
 
-/* As tools/fsdprun does it: serve, start, look after; when one fails, end the others. */
+/* Acts like tools/fsdprun: serves, starts and watches ranks; if one fails, ends the others. */
 static void *launcher_main(void *arg) {
     actor *a = (actor *)arg;
     job *j = a->job;
@@ -231,7 +233,7 @@ static void *launcher_main(void *arg) {
     return NULL;
 }
 
-/* ---- who does not belong there --------------------------------------------------------------- */
+/* ---- untrusted peers ------------------------------------------------------------------------- */
 
 static struct {
     os_proc *proc;
@@ -249,7 +251,7 @@ static void speak(int fd, int how) {
     if (how & 4) (void)recv(fd, bytes, sizeof bytes, 0);
 }
 
-/* Takes a port, or calls at one; is silent, talks nonsense, or goes at once. */
+/* Takes a port or connects to one; is silent, sends nonsense, or leaves at once. */
 static void *stranger_main(void *arg) {
     int k = (int)(intptr_t)arg, how = strangers[k].how;
     struct sockaddr_in v4;
@@ -339,7 +341,7 @@ static int64_t sometime(const job *j) { /* during set-up, or later */
     return os.now + os_between(0, os_one_in(2) ? 300 * OS_MS : j->timeout / 4);
 }
 
-/* What such a call can give. */
+/* Errors that each call can return. */
 static const int errors[OS_SITES][5] = {
     [OS_SOCKET] = {EMFILE, ENFILE, ENOBUFS, EACCES},
     [OS_CONNECT] = {ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, EADDRNOTAVAIL, EAGAIN},
@@ -376,7 +378,7 @@ static void plan_call(job *j) {
     f->count = os_one_in(2) ? 1 : (int)os_between(1, os_one_in(2) ? 10 : 1000);
 }
 
-static void plan_wrong(job *j) { /* a rank that was started with the wrong words */
+static void plan_wrong(job *j) { /* a rank that was started with wrong options */
     actor *a = &j->ranks[os_rand((uint64_t)j->size)];
     if (j->size == 1) return;
     os_blame(a->proc, OS_DID_wrong);
@@ -395,7 +397,7 @@ static void plan_hard(job *j) {
         plan_call(j);
     } else if (draw == 5) {
         plan_wrong(j);
-    } else if (draw == 6) { /* never comes in time */
+    } else if (draw == 6) { /* never arrives in time */
         actor *a = &j->ranks[os_rand((uint64_t)j->size)];
         for (int i = 0; i < OS_TASKS; i++)
             if (os.tasks[i].state == OS_BLOCKED && os.tasks[i].proc == a->proc)
@@ -412,7 +414,7 @@ static void plan_hard(job *j) {
     }
 }
 
-/* What must not matter. */
+/* Plans faults that must not matter. */
 static void plan_soft(job *j) {
     int stops = (int)os_rand(3);
     int64_t shortest = j->timeout;
@@ -421,12 +423,12 @@ static void plan_soft(job *j) {
     for (int i = 0; i < stops; i++) {
         os_fault *f = os_plan(os_one_in(4) && j->hosts > 1 ? OS_CUT : OS_STOP, someone(j));
         f->at = sometime(j);
-        f->length = os_between(OS_MS, shortest / 8); /* of both jobs: a cut is of a host */
-        f->count = 0; /* soft */
+        f->length = os_between(OS_MS, shortest / 8); /* deadline of both jobs: a cut hits a host */
+        f->count = 0; /* must not matter */
     }
 }
 
-static void make_strangers(void) { /* each that is silent costs a rank a second in each round */
+static void make_strangers(void) { /* each silent one costs a rank a second in each round */
     num_strangers = os_one_in(3) ? (int)os_between(1, STRANGERS) : 0;
     for (int k = 0; k < num_strangers; k++) {
         strangers[k].how = (int)os_rand(8);
@@ -437,14 +439,14 @@ static void make_strangers(void) { /* each that is silent costs a rank a second 
     }
 }
 
-/* ---- what has to hold ------------------------------------------------------------------------ */
+/* ---- invariants ------------------------------------------------------------------------------ */
 
 static int is_faulty(const job *j, int rank) {
     return rank >= 0 && rank < j->size && j->ranks[rank].proc->faulty;
 }
 
-/* Whether all ranks of "ranks 1, 3 and 2 more have not joined" are faulty, or have failed before,
-   with an error that is looked at as well. */
+/* Returns 1 if all ranks of "ranks 1, 3 and 2 more have not joined" are faulty, or have already
+   failed, with an error that is checked as well. */
 static int all_faulty(const job *j, const char *list) {
     char *end;
     for (list += strcspn(list, "0123456789"); *list >= '0' && *list <= '9';) {
@@ -455,28 +457,28 @@ static int all_faulty(const job *j, const char *list) {
     return 1;
 }
 
-/* Its own deadline has ended it, with an error that is looked at as well: then it is gone. */
+/* Returns 1 if the rank is gone because its deadline has passed; its error is checked as well. */
 static int has_given_up(const job *j, int rank) {
     const char *text = rank >= 0 && rank < j->size ? j->ranks[rank].text : "";
     return strstr(text, "[E717]") || strstr(text, "[E721]") || strstr(text, "[E791]");
 }
 
-/* The store has ended in order while its host was cut off, for longer than it waits for its goodbye
-   to be read: who hears nothing of it is told of a death. */
+/* Returns 1 if the store ended in order while its host was cut off, for longer than it waits for
+   the close handshake: a peer that did not receive it reports a death. */
 static int leaves_unheard(const job *j, const char *text) {
     const os_proc *p = j->has_launcher ? j->launcher.proc : j->ranks[0].proc;
     return strstr(text, "[E718]") && p->ended && os.cut_until[p->host] > p->died &&
            os.cut_for[p->host] > OS_S;
 }
 
-/* The store was stopped or cut off for a while: it learns of deadlines as much later as it hears of
-   ranks, whose own then comes first. */
+/* Returns 1 if the store was stopped or cut off for a while. It then notices deadlines later by
+   that time, and the ranks' own deadlines come first. */
 static int was_away(const job *j) {
     const os_proc *p = j->has_launcher ? j->launcher.proc : j->ranks[0].proc;
     return p->stop_sum > 200 * OS_MS || os.cut_for[p->host] > 200 * OS_MS;
 }
 
-/* Whether an error names one who has a fault. */
+/* Returns 1 if an error names a process that has a fault. */
 static int blames_rightly(const job *j, const char *text) {
     const char *at = strstr(text, "[E"), *who = strstr(text, "[sim] rank ");
     int id = at ? (int)strtol(at + 2, NULL, 10) : 0, any = 0, local = 0;
@@ -488,11 +490,11 @@ static int blames_rightly(const job *j, const char *text) {
     }
     any |= j->has_launcher && j->launcher.proc->faulty;
     if (!strncmp(text, "rank ", 5) && is_faulty(j, (int)strtol(text + 5, NULL, 10))) return 1;
-    if (who) /* a store that was silent for long may answer just when it is asked */
+    if (who) /* a store that was silent for long may answer just then */
         return server || is_faulty(j, (int)strtol(who + 11, NULL, 10));
     if (strstr(text, "[sim]")) return server;
     switch (id) {
-    case 704:                 /* one of the two: who calls, or who serves */
+    case 704:                 /* the client or the server */
         if (server) return 1; /* fall through */
     case 701:
     case 705:
@@ -501,7 +503,7 @@ static int blames_rightly(const job *j, const char *text) {
     case 730:
         if (strstr(at, "the store has closed its connection")) return server;
         if (strstr(at, "the store has no memory")) return server;
-        who = strstr(at, "rank "); /* "has left": because of an error of its own, see above */
+        who = strstr(at, "rank "); /* "has left": because of an error that is checked by itself */
         return who &&
                (id == 701 ? all_faulty(j, who) : is_faulty(j, (int)strtol(who + 5, NULL, 10)) ||
                                                      has_given_up(j, (int)strtol(who + 5, NULL, 10)));
@@ -511,19 +513,19 @@ static int blames_rightly(const job *j, const char *text) {
         who = strstr(at, "rank ");
         return server || (who && is_faulty(j, (int)strtol(who + 5, NULL, 10)));
     case 721: return server || was_away(j);
-    case 720: return server || (j->has_launcher && local); /* it ends with its ranks */
+    case 720: return server || (j->has_launcher && local); /* the launcher ends with its ranks */
     case 717:
-    case 791: return any; /* also: the job has ended before it came */
+    case 791: return any; /* also: the job ended before the rank arrived */
     default: return 0;
     }
 }
 
 static struct {
     int64_t seeds, failed, finished, told, own, killed, did[OS_KINDS], sites[OS_SITES], steps;
-    int64_t heard; /* deaths of which nothing else kept the others from hearing */
+    int64_t heard; /* deaths that nothing else hid from the other ranks */
 } total;
 
-/* A death in the running phase is heard of soon, if nothing else was wrong. */
+/* Checks that a death in the running phase is noticed in time, if there was no other fault. */
 static void check_heard(const job *j) {
     const os_proc *dead = NULL;
     int faulty = 0;
@@ -563,7 +565,7 @@ static void judge(const job *j) {
         os_fail("the launcher fails though nobody has a fault: %s", j->launcher.text);
 }
 
-/* Runs what was made, and looks at it. what: as a text, and the options that repeat it. */
+/* Runs the simulation and checks it. `what` describes it, with the options that repeat it. */
 static H_PRINTF(1, 2) void run(const char *what, ...) {
     char text[200];
     va_list args;
@@ -619,9 +621,9 @@ static void seeds(uint64_t first, int count) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
-/* ---- one fault after the other --------------------------------------------------------------- */
+/* ---- one fault at a time --------------------------------------------------------------------- */
 
-/* Three ranks on one host or several, without anything that is drawn but the order of threads. */
+/* Makes three ranks on one host or several. Only the order of threads is random. */
 static void make_plain(int has_launcher, int is_host, int64_t pause) {
     job *j = &jobs[0];
     os_begin(h_seed());
@@ -641,12 +643,12 @@ static void make_plain(int has_launcher, int is_host, int64_t pause) {
     start_job(j, 10 * OS_MS);
 }
 
-static os_proc *victim_of(int has_launcher, int which) { /* who serves, or another */
+static os_proc *victim_of(int has_launcher, int which) { /* the process that serves, or another */
     if (which) return jobs[0].ranks[2].proc;
     return has_launcher ? jobs[0].launcher.proc : jobs[0].ranks[0].proc;
 }
 
-/* SIM_CASE=site,error,how,nth: only that. */
+/* Returns 1 if the case runs: SIM_CASE=site,error,how,nth selects a single one. */
 static int is_chosen(int a, int b, int c, int d) {
     const char *one = getenv("SIM_CASE");
     char text[64];
@@ -672,7 +674,7 @@ static void each_call(int most, int hows) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
-/* A rank of three, each on a host of its own, dies at each of its calls. */
+/* A rank of three, each on its own host, dies at each of its calls. */
 static void each_death(int most, int step) {
     for (int how = 0; how < 6; how++)
         for (int nth = 1, hit = 1; hit && nth < most; nth += step) {
@@ -692,7 +694,7 @@ static void each_descriptor(int times) {
         for (int how = 0; how < 8; how++)
             for (int nth = 0, hit = 1; hit; nth++) {
                 if (!is_chosen(time, 0, how, nth)) continue;
-                make_plain(how & 1, how & 2, 200 * OS_MS); /* who spins has time for it */
+                make_plain(how & 1, how & 2, 200 * OS_MS); /* time to notice a thread that spins */
                 os_fault *f = os_plan(OS_CLOSE, victim_of(how & 1, how & 4));
                 f->nth = nth, f->at = os.now + time * 120 * OS_MS / times;
                 run("--filter=sim_store.each_descriptor, with SIM_CASE=%d,0,%d,%d", time, how, nth);
@@ -702,13 +704,14 @@ static void each_descriptor(int times) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
-/* The host of the store is cut off for less than a goodbye is waited for, at each moment. */
+/* The host of the store is cut off at each moment, for less than the close handshake's timeout. */
 static void each_cut(int64_t step) {
     for (int how = 0; how < 2; how++)
         for (int64_t at = 0; at < 200 * OS_MS; at += step) {
             if (!is_chosen(0, 0, how, (int)(at / step))) continue;
             make_plain(how, 0, 5 * OS_MS);
-            os.latency = 0, os.jitter = 6 * OS_MS; /* some hear their last answer when others leave */
+            /* some get their last answer when others leave */
+            os.latency = 0, os.jitter = 6 * OS_MS;
             os_fault *f = os_plan(OS_CUT, victim_of(how, 0));
             f->at = os.now + at, f->length = 700 * OS_MS, f->count = 0;
             run("--filter=sim_store.each_cut, with SIM_CASE=0,0,%d,%d", how, (int)(at / step));
@@ -717,13 +720,13 @@ static void each_cut(int64_t step) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
-/* ---- who is to blame when data do not come --------------------------------------------------- */
+/* ---- blame for missing data ------------------------------------------------------------------ */
 
-/* In each round all ranks send to all, over links of which the store knows nothing. From a round on
-   one link is cut, in one direction or in both, or one rank is stopped. */
+/* In each round all ranks send to all, over links that the store does not use. From some round on,
+   one link is cut, in one direction or both, or one rank is stopped. */
 static struct {
-    int from, to, both, stopped, first; /* stopped: a rank, or -1: the link is cut */
-    int sent[RANKS], waits[RANKS];      /* by rank: its round; for whom it waits */
+    int from, to, both, stopped, first; /* stopped: a rank; -1: the link is cut */
+    int sent[RANKS], waits[RANKS];      /* by rank: its round; the rank that it waits for */
 } links;
 
 static int has_come(int from, int to, int round) {
@@ -762,7 +765,7 @@ static void trade(actor *a) {
         links.sent[a->rank] = k;
         for (int r = 0; r < a->size; r++) {
             if (r == a->rank) continue; /* no rank waits for itself */
-            if (os.now < until) links.waits[a->rank] = r; /* later it waits no more */
+            if (os.now < until) links.waits[a->rank] = r; /* after the deadline it waits no more */
             while (!has_come(r, a->rank, k) && os.now < until && !fsdpi_comm_failed(&c))
                 os_sleep(OS_MS);
             late += missing[r] = !has_come(r, a->rank, k);
@@ -776,8 +779,8 @@ static void trade(actor *a) {
     fsdpi_store_close(w.store);
 }
 
-/* The link's ends wait for each other, and nobody is missing; the rank that is stopped is missing,
-   and nobody else, though others run late as well. */
+/* Cut link: its ends wait for each other, and no rank is named as missing. Stopped rank: only it is
+   named as missing, though other ranks are late as well. */
 static void blame_seed(uint64_t seed) {
     job *j = &jobs[0];
     char want[80];
@@ -792,7 +795,8 @@ static void blame_seed(uint64_t seed) {
     j->trades = 1;
     links.to = (links.from + (int)os_between(1, j->size - 1)) % j->size;
     links.both = os_one_in(2), links.first = (int)os_between(2, 40);
-    links.stopped = os_one_in(2) ? links.to : -1; /* rank 0 serves: without it nobody is told */
+    /* not rank 0: it serves, and without it no failure spreads */
+    links.stopped = os_one_in(2) ? links.to : -1;
     if (!links.stopped) links.stopped = -1;
     for (int r = 0; r < j->size; r++)
         make_actor(&j->ranks[r], j, r, r * j->hosts / j->size, os.now + os_between(0, 20 * OS_MS));
@@ -835,8 +839,8 @@ static void blames(uint64_t first, int count) {
     CHECK_EQ_INT(total.failed, 0);
 }
 
-/* A connection to another host that is reset is told as that: a firewall may have done it. On one
-   host nobody but the end of a process resets it. */
+/* A reset of a connection to another host is not reported as a death: a firewall may have caused
+   it. On one host only the end of a process causes it. */
 TEST(sim_store, reset_is_no_death) {
     int told[2] = {0, 0}; /* on several hosts, on one */
     for (int how = 0; how < 4; how++)

@@ -1,6 +1,6 @@
 /* test_store.c - the store where ranks meet (backends/fsdp_store.h): addresses, keys and values,
-   ranks that are late, lost, wrong or hostile, verdicts, and the server's core under random input.
-   Bad clients talk to a real server over real sockets; only the fuzzing has none.
+   ranks that are late, lost, wrong or hostile, failures, and the server's core under random input.
+   Bad clients use real sockets and a real server; only the fuzz tests have none.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN | AT_NIGHT(ASAN)
@@ -19,8 +19,8 @@ static void is_hex(const uint8_t *got, const char *hex) {
     CHECK_EQ_STR(text, hex);
 }
 
-/* FIPS 180-4's examples (NIST, "Cryptographic Standards and Guidelines: examples with intermediate
-   values") and lengths around the padding's edges. */
+/* Examples of FIPS 180-4 (NIST, "Cryptographic Standards and Guidelines: examples with intermediate
+   values"), and lengths around the edges of the padding. */
 TEST(store_hash, sha256) {
     static const struct {
         const char *text, *hex;
@@ -64,8 +64,8 @@ TEST(store_hash, sha256) {
         }
 }
 
-/* RFC 4231, cases 1 to 5: keys of at most a block; a token is never longer. Of case 5 there are 128
-   bits, as of a tag. */
+/* RFC 4231, cases 1 to 5: keys of at most one block; a token is never longer. Case 5 has 128 bits,
+   as a tag does. */
 TEST(store_hash, hmac) {
     static const struct {
         int key_byte, key_size, data_byte, data_size;
@@ -90,7 +90,7 @@ TEST(store_hash, hmac) {
         if (rows[i].text) memcpy(data, rows[i].text, size);
         fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, out);
         is_hex(out, rows[i].hex);
-        fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, key); /* in its place */
+        fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, key); /* writes over the key */
         is_hex(key, rows[i].hex);
     }
 }
@@ -141,7 +141,7 @@ TEST(long_store, meets_128, NIGHT) {
     run(make_setup(AT_HOST, 128, 1, 60000), meets);
 }
 
-/* JOINED is a barrier: nobody is through before the last one has come. */
+/* JOINED is a barrier: no rank passes before the last one has arrived. */
 static void barrier(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -158,14 +158,14 @@ TEST_P(store_open, barrier, meetings) {
     run(make_setup(row->at, row->world, row->threads, 20000), barrier);
 }
 
-/* The server is what comes last. */
+/* The server starts last. */
 static void late_server(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     int64_t start = h_calm_ms();
     if (rank == 0) usleep(80000);
     enter(&c, s, rank);
-    within(start, 1500); /* the backoff of the others has not grown too long */
+    within(start, 1500); /* the others' backoff has not grown too long */
     exchange(&c, world, "a");
     leave(&c, s, world);
 }
@@ -202,7 +202,7 @@ static void absent(int rank, int world, void *arg) {
     CHECK_STATUS(open_as(&c, s, rank, world), FSDP_ERR_TIMEOUT);
     int64_t took = h_now_ms() - start, took_calm = h_calm_ms() - calm;
     if (strstr(c.error, "the store does not answer")) {
-        raise_flag(&s->flags[4]); /* this machine is so busy that the server has not run in time */
+        raise_flag(&s->flags[4]); /* this machine is so busy that the server did not run in time */
         return;
     }
     CHECK_MSG(took >= s->timeout_ms - 250 && took_calm <= s->timeout_ms + slack(200), "%lld ms: %s",
@@ -215,7 +215,7 @@ static void absent(int rank, int world, void *arg) {
     says(c.error, who);
     says(c.error, "0.2 s");
     says(c.error, "FSDP_STORE");
-    if (s->port) says(c.error, strchr(s->address, ':') + 3); /* where it looked */
+    if (s->port) says(c.error, strchr(s->address, ':') + 3); /* the address that it tried */
 }
 static void rank_missing(const absence *row) {
     setup *s = make_setup(row->at, 4, row->threads, 200);
@@ -231,7 +231,7 @@ static void rank_missing(const absence *row) {
 TEST_P(store_open, rank_missing, absences) { rank_missing(row); }
 TEST_P(long_store, rank_missing, more_absences, NIGHT) { rank_missing(row); }
 
-/* A rank with a long deadline that comes before the others give up is told as well. */
+/* A rank with a long deadline that arrives before the others give up gets the error as well. */
 static void comes_late(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     int64_t start = h_calm_ms();
@@ -244,7 +244,7 @@ static void comes_late(int rank, int world, void *arg) {
 }
 TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 1000), comes_late); }
 
-/* What lies in the file already is of an earlier job, or no address at all. */
+/* The file already contains the address of an earlier job, or no address. */
 static const struct {
     const char *name, *text;
 } old_files[] = {{"empty", ""},
@@ -256,10 +256,10 @@ TEST_P(store_open, file_is_there_already, old_files) {
     FILE *file = fopen(s->address + 7, "w");
     CHECK(file && fputs(row->text, file) >= 0 && !fclose(file));
     run(s, meets);
-    CHECK(access(s->address + 7, F_OK)); /* the server takes it away */
+    CHECK(access(s->address + 7, F_OK)); /* the server has removed it */
 }
 
-/* An address that is not this host's, as behind NAT: rank 0 serves at all addresses. */
+/* An address that is not this host's, as with NAT: rank 0 serves at all addresses. */
 TEST(long_store, address_of_another_host, NIGHT) {
     setup *s = make_setup(AT_IPV4, 1, 0, 8000);
     client c;
@@ -326,7 +326,7 @@ TEST_P(store_open, wrong_address, wrong_addresses) {
     }
 }
 
-/* Where nothing can be: a directory that is not there, a name that nobody has. */
+/* Addresses that cannot work: a directory that does not exist, an unknown name. */
 static void unreachable(const char *address, const char *part, int timeout_ms) {
     for (int rank = 0; rank < 2; rank++) {
         setup *s = make_setup(AT_HOST, 2, 0, timeout_ms);
@@ -342,7 +342,7 @@ TEST(store_open, unreachable_file) {
     unreachable("file:///nonexistent-directory/meet", "/nonexistent-directory", 150);
     within(start, 700);
 }
-TEST(long_store, unknown_host, NIGHT) { /* who knows how long a resolver takes */
+TEST(long_store, unknown_host, NIGHT) { /* resolvers may take long */
     unreachable("tcp://no-such-host.invalid:4000", "no-such-host.invalid", 400);
 }
 
@@ -380,7 +380,7 @@ static void values(int rank, int world, void *arg) {
     }
     CHECK_STATUS(fsdpi_store_set(c.store, "big", out, 16 * MIB + 1), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdpi_store_set(c.store, "big", out, SIZE_MAX), FSDP_ERR_INVALID_ARG);
-    no_verdict(&c); /* a refused call harms nobody */
+    no_verdict(&c); /* a refused call does no harm */
     exchange(&c, world, "after");
     leave(&c, s, world);
     free(in), free(out);
@@ -408,7 +408,7 @@ TEST(store_keys, keys) {
     get_text(&c, "a/b c\xc3\xa9%s\n", "odd");
     put(&c, "a", "1", 1), put(&c, "ab", "2", 1), put(&c, "", "0", 1);
     get_text(&c, "a", "1"), get_text(&c, "ab", "2"), get_text(&c, "", "0");
-    put(&c, "a", "new", 3); /* the last one stands */
+    put(&c, "a", "new", 3); /* the last value counts */
     get_text(&c, "a", "new");
     put(&c, "a", "", 0);
     get_text(&c, "a", "");
@@ -438,7 +438,7 @@ TEST(store_keys, deleted_and_never_set) {
     CHECK_OK(fsdpi_store_delete(c.store, "never"));
     for (int i = 0; i < 100; i++) /* the server forgets them too: it serves 64 at a time */
         CHECK_STATUS(try_get(&c, "never", text, 8, &size, 1), FSDP_ERR_TIMEOUT);
-    no_verdict(&c); /* that a get times out is no failure of the job */
+    no_verdict(&c); /* a get that times out is no failure of the job */
     put(&c, "a", "2", 1);
     get_text(&c, "a", "2");
     CHECK_OK(fsdpi_store_get(c.store, "a", text, 8, &size, INT64_MAX));
@@ -461,7 +461,7 @@ TEST(store_keys, value_larger_than_the_buffer) {
     fsdpi_store_close(c.store);
 }
 
-/* A value that was set anew is gone when it is deleted, and so is the one before. */
+/* A value that was set twice and deleted is gone, and so is the first value. */
 TEST(store_keys, set_anew_and_deleted) {
     setup *s = make_setup(AT_HOST, 1, 0, 5000);
     client c;
@@ -478,7 +478,7 @@ TEST(store_keys, set_anew_and_deleted) {
     fsdpi_store_close(c.store);
 }
 
-/* All wait before it is set; who has waited longer than its deadline is not served any more. */
+/* All wait before it is set. A rank whose deadline has passed is not served any more. */
 static void waits_for_key(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -493,7 +493,7 @@ static void waits_for_key(int rank, int world, void *arg) {
     if (rank == 1) {
         CHECK_STATUS(try_get(&c, "late", text, 16, &size, 40), FSDP_ERR_TIMEOUT);
         raise_flag(&s->flags[0]);
-        exchange(&c, 0, "still"); /* the answer comes to nobody later */
+        exchange(&c, 0, "still"); /* the late answer reaches no request */
     }
     get_text(&c, "late", "here");
     leave(&c, s, world);
@@ -503,7 +503,7 @@ TEST(store_keys, get_before_set) {
     run(make_setup(AT_IPV4, 32, 1, 20000), waits_for_key);
 }
 
-/* Several threads of one rank: their requests do not wait for one another. */
+/* Several threads of one rank: their requests do not wait for each other. */
 typedef struct {
     client *c;
     int index, world;
@@ -563,7 +563,7 @@ TEST(store_keys, thousands_of_keys) {
     fsdpi_store_close(c.store);
 }
 
-/* 1 GiB in all, and not a byte more; what is deleted is free again. */
+/* 1 GiB in all is allowed, and not one byte more; deleted values free their space. */
 TEST(long_store, total_is_bounded, SECONDS(120) | NIGHT) {
     setup *s = make_setup(AT_HOST, 1, 0, 60000);
     client c;
@@ -580,7 +580,7 @@ TEST(long_store, total_is_bounded, SECONDS(120) | NIGHT) {
     CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
     CHECK_MSG(count >= 60 && count <= 65, "refused after %d values of 16 MiB", count);
     no_verdict(&c);
-    put(&c, "big-1", value, 16 * MIB); /* in the place of the old one */
+    put(&c, "big-1", value, 16 * MIB); /* replaces the old one */
     CHECK_OK(fsdpi_store_delete(c.store, "big-0"));
     put(&c, "again", value, 15 * MIB);
     fsdpi_store_close(c.store);
@@ -596,8 +596,8 @@ typedef struct {
 static const where wheres[] = {
     {"host", AT_HOST, 0}, {"tcp", AT_IPV4, 0}, {"file", AT_FILE, 0}, {"tcp/threads", AT_IPV4, 1}};
 
-/* Rank 2 says that it is one of 5: all that have come are told, as nobody can know who is right; so
-   is rank 3, which comes right behind. */
+/* Rank 2 claims a world of 5. All ranks that have arrived get the error, as it is not known which
+   one is right; so does rank 3, which arrives right after. */
 static void other_size(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -607,7 +607,7 @@ static void other_size(int rank, int world, void *arg) {
     int64_t behind = h_now_ms() - s->when;
     fsdp_status status = open_as(&c, s, rank, rank == 2 ? 5 : world);
     if (rank == 2) s->when = h_now_ms(), raise_flag(&s->flags[0]);
-    if (rank == 3 && behind > 300) { /* the store may have gone meanwhile */
+    if (rank == 3 && behind > 300) { /* the store may be gone by now */
         h_message("rank 3 came %lld ms late", (long long)behind);
         return;
     }
@@ -622,7 +622,7 @@ TEST_P(store_refused, other_world_size, wheres) {
     run(make_setup(row->at, 4, row->threads, 5000), other_size);
 }
 
-/* Process 3 says so when the three are at work: it is refused, and they go on. */
+/* Process 3 claims a world of 4 when the three are at work: it is refused, and they continue. */
 static void stranger(int process, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -645,7 +645,7 @@ TEST_P(store_refused, other_world_size_of_a_stranger, wheres) {
     run(make_setup(row->at, 4, row->threads, 5000), stranger);
 }
 
-/* Processes 1 and 2 both say that they are rank 1: the second one is refused. Then rank 2 comes. */
+/* Processes 1 and 2 both claim to be rank 1: the second one is refused. Then rank 2 arrives. */
 static void twice(int process, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -667,7 +667,7 @@ TEST_P(store_refused, rank_twice, wheres) {
     CHECK_EQ_INT(s->flags[0], 1);
 }
 
-/* The last process has another token: it finds no server of its job, and disturbs nobody. */
+/* The last process has another token: it finds no server of its job, and disturbs no rank. */
 static void other_token(int process, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     client c;
@@ -699,13 +699,13 @@ TEST(store_refused, wrong_job) {
 
 /* ---- ports that are taken -------------------------------------------------------------------- */
 
-/* Two jobs of two ranks with one address: each finds itself. */
+/* Two jobs of two ranks with one address: each rank finds its own job. */
 static void two_jobs(int process, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     client c;
     (void)world;
     snprintf(mine.job, sizeof mine.job, "%.50s-%c", s->job, process & 1 ? 'b' : 'a');
-    if (s->extra) usleep((useconds_t)(process * 30000)); /* else all at once */
+    if (s->extra) usleep((useconds_t)(process * 30000)); /* otherwise all at once */
     enter(&c, &mine, process / 2);
     exchange(&c, mine.world, process & 1 ? "b" : "a");
     no_verdict(&c);
@@ -722,7 +722,7 @@ TEST_P(store_ports, two_jobs, jobs) {
     h_ranks_proc(4, two_jobs, s);
 }
 
-/* Who sits on the port already. */
+/* Kinds of programs that already use the port. */
 enum { SILENT, GARBAGE, ECHO, CLOSES, RESETS, HTTP, FULL, KINDS };
 typedef struct {
     int kind, fd;
@@ -756,7 +756,7 @@ static void squat(setup *s) {
     uint64_t seed = h_seed();
     q.kind = s->squatter, q.fd = listen_at(s->port);
     CHECK(!listen(q.fd, q.kind == FULL ? 0 : 64));
-    for (int i = 0; i < 3 && q.kind == FULL; i++) { /* nobody else gets through */
+    for (int i = 0; i < 3 && q.kind == FULL; i++) { /* so that no other connection gets through */
         struct sockaddr_in a;
         socklen_t size = sizeof a;
         int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -797,7 +797,7 @@ static void port_is_taken(int kind) {
 TEST_P(store_ports, port_is_taken, squatters) { port_is_taken(row->kind); }
 TEST_P(long_store, port_is_taken, more_squatters, NIGHT) { port_is_taken(row->kind); }
 
-/* torchrun's own store is on the port, and says so: nobody tries it. */
+/* torchrun's own store uses the port and says so: no rank tries it. */
 TEST(store_ports, port_of_torchrun) {
     char port[16];
     setup *s = make_setup(AT_IPV4, 3, 0, 15000);
@@ -807,7 +807,7 @@ TEST(store_ports, port_of_torchrun) {
     pid_t pid = aside(squat, s);
     run(s, meets_in_time);
     aside_ends(s, pid);
-    run(s, meets_in_time); /* free or not */
+    run(s, meets_in_time); /* whether the port is free or not */
 }
 
 /* ---- a launcher serves ----------------------------------------------------------------------- */
@@ -838,13 +838,13 @@ TEST(long_store, launcher_finds_port_taken, NIGHT) {
     aside_ends(q, squatter_pid);
 }
 
-/* Who comes when the others have given up is told at once by a launcher's store, which is still
-   there; and the next world begins anew. */
+/* A rank that arrives when the others have given up gets an error at once from a launcher's store,
+   which still exists; the next world starts from scratch. */
 static void late_at_launcher(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     client c;
     if (rank == 2) await_flag(&s->flags[0], 2), mine.timeout_ms = 20000;
-    if (rank == 1) mine.timeout_ms = 20000; /* it is in when rank 0 gives up */
+    if (rank == 1) mine.timeout_ms = 20000; /* it has joined when rank 0 gives up */
     if (rank == 0) await_flag(s->joined, 1);
     int64_t start = h_calm_ms();
     CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
@@ -885,7 +885,7 @@ static const death more_deaths[] = {
 
 static const char *const OPERATION = "all_gather of 'h.3' (forward, op 17)";
 
-/* Until the store knows what the victim does. */
+/* Waits until the store knows the victim's state. */
 static void await_beat(client *c, int rank, const char *text) {
     fsdpi_peer p;
     int64_t start = h_calm_ms();
@@ -912,7 +912,7 @@ static void same_verdicts(const setup *s, int but) {
     }
 }
 
-/* After a verdict every call returns its status, at once. */
+/* After a failure every call returns its status, at once. */
 static void all_calls_fail(client *c, fsdp_status status) {
     char text[8];
     size_t size;
@@ -924,7 +924,7 @@ static void all_calls_fail(client *c, fsdp_status status) {
     CHECK_STATUS(fsdpi_store_ask(c->store, 0, &p, 5000 * MS), status);
     fsdpi_store_abort(c->store, FSDP_ERR_INTERNAL, "later", "too late");
     within(start, 150);
-    CHECK_EQ_INT(await_verdict(c, 0).status, status); /* the first one stands */
+    CHECK_EQ_INT(await_verdict(c, 0).status, status); /* the first failure counts */
     CHECK(__atomic_load_n(&c->events, __ATOMIC_SEQ_CST) > 0);
 }
 
@@ -983,7 +983,7 @@ static void one_dies(const death *row) {
 TEST_P(store_lost, one_dies, deaths) { one_dies(row); }
 TEST_P(long_store, one_dies, more_deaths, NIGHT) { one_dies(row); }
 
-/* The process that serves on behalf of the ranks dies. */
+/* The process that serves for the ranks dies. */
 static void loses_launcher(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1011,7 +1011,7 @@ TEST(store_lost, launcher_dies) {
     same_verdicts(s, 3);
 }
 
-/* Two die at once: one verdict, about one of them. */
+/* Two ranks die at once: there is one failure, about one of them. */
 static void loses_two(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1032,7 +1032,7 @@ TEST(store_lost, two_die_at_once) {
     }
 }
 
-/* Orderly ends, in any order: no verdict, and it can be seen who has left. */
+/* Ranks end in order, one after the other: no failure, and the store knows who has left. */
 static void leaves(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     int leaver = *(const int *)s->extra;
@@ -1057,7 +1057,7 @@ static void leaves(int rank, int world, void *arg) {
         CHECK_OK(fsdpi_store_ask(c.store, leaver, &p, 1000 * MS));
         CHECK_EQ_INT(p.state, FSDPI_PEER_LEFT);
         put(&c, "after", "x", 1), get_text(&c, "after", "x");
-    } else { /* the server has gone: no store any more, but no verdict either */
+    } else { /* the server is gone: no store any more, but no failure either */
         char text[8];
         size_t size;
         start = h_calm_ms();
@@ -1082,7 +1082,7 @@ TEST_P(store_lost, one_leaves, leavers) {
     run(s, leaves);
 }
 
-/* After the server has gone, an abort stands at least here, and nobody waits. */
+/* After the server has gone, an abort takes effect at least on this rank, and no call waits. */
 static void abort_without_server(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1111,7 +1111,7 @@ TEST(store_abort, server_has_left) {
     run(make_setup(AT_IPV4, 3, 1, 20000), abort_without_server);
 }
 
-/* SIGSTOP of the server: nobody hears of anything, but no call waits long. */
+/* SIGSTOP of the server: no rank gets news, but no call waits long. */
 static void stopped_server(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1121,7 +1121,7 @@ static void stopped_server(int rank, int world, void *arg) {
     enter(&c, s, rank);
     exchange(&c, world, "a");
     gather_at(s, 0);
-    if (rank == 0) { /* it is stopped by rank 1, and learns of it afterwards */
+    if (rank == 0) { /* rank 1 stops this rank, which gets the failure afterwards */
         s->verdicts[0] = await_verdict(&c, 2000);
         fsdpi_store_close(c.store);
         return;
@@ -1155,7 +1155,7 @@ TEST(store_abort, server_is_stopped) {
     CHECK(s->verdicts[0].status);
 }
 
-/* ---- verdicts -------------------------------------------------------------------------------- */
+/* ---- failures -------------------------------------------------------------------------------- */
 
 typedef struct {
     const char *name;
@@ -1186,8 +1186,8 @@ static void aborts(int rank, int world, void *arg) {
         int64_t start = h_now_ms(), calm = h_calm_ms();
         fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, subject, reason);
         within(calm, 250);
-        if (h_now_ms() - start >= 90) raise_flag(&s->flags[4]);  /* judged without the server */
-        CHECK(fsdpi_store_verdict(c.store, &s->verdicts[rank])); /* one stands on return */
+        if (h_now_ms() - start >= 90) raise_flag(&s->flags[4]);  /* decided without the server */
+        CHECK(fsdpi_store_verdict(c.store, &s->verdicts[rank])); /* a failure is known on return */
     }
     s->verdicts[rank] = await_verdict(&c, 500);
     pthread_join(waiter, NULL);
@@ -1223,7 +1223,7 @@ static void aborts_without_words(int rank, int world, void *arg) {
 }
 TEST(store_abort, empty_texts) { run(make_setup(AT_HOST, 2, 0, 20000), aborts_without_words); }
 
-/* Aborted by ranks that then close at once: the others have the verdict, not a lost rank. */
+/* Ranks abort and then close at once: the others get that failure, not a lost rank. */
 static void aborts_and_goes(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1282,7 +1282,7 @@ static void asks(int rank, int world, void *arg) {
 }
 TEST(store_ask, what_others_do) { run(make_setup(AT_IPV4, 8, 1, 20000), asks); }
 
-/* A stopped rank falls silent, and its time goes on. */
+/* A stopped rank falls silent, and its silence is measured. */
 static void asks_about_stopped(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     fsdpi_peer p;
@@ -1298,7 +1298,7 @@ static void asks_about_stopped(int rank, int world, void *arg) {
         CHECK_MSG(p.silent_ns >= 100 * MS && p.silent_ns < slack(1200) * MS, "%lld",
                   (long long)p.silent_ns);
         CHECK_MSG(p.since_ns >= 100 * MS, "%lld", (long long)p.since_ns);
-        CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED); /* silence alone is no verdict */
+        CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED); /* silence by itself is no failure */
         no_verdict(&c);
         kill(s->pids[1], SIGCONT);
     }
@@ -1307,7 +1307,7 @@ static void asks_about_stopped(int rank, int world, void *arg) {
 }
 TEST(store_ask, silent_rank) { run(make_setup(AT_HOST, 2, 0, 20000), asks_about_stopped); }
 
-/* Without functions of the desc. */
+/* A desc without callbacks. */
 TEST(store_ask, no_callbacks_no_deadline) {
     setup *s = make_setup(AT_HOST, 1, 0, 5000);
     fsdpi_store_desc d = make_desc(s, 0, 1);
@@ -1346,7 +1346,7 @@ TEST(store_interface, chosen_by_name) {
         if (status) {
             says(c.error, rows[i].variable);
             says(c.error, "nosuch0");
-            says(c.error, "lo"); /* there is */
+            says(c.error, "lo"); /* the interfaces that exist */
             continue;
         }
         is_numeric(fsdpi_store_address(c.store));
@@ -1355,7 +1355,7 @@ TEST(store_interface, chosen_by_name) {
     }
 }
 
-/* ---- strangers ------------------------------------------------------------------------------- */
+/* ---- untrusted peers ------------------------------------------------------------------------- */
 enum {
     A_GARBAGE,
     A_HALF,
@@ -1371,7 +1371,7 @@ enum {
 enum { A_CONNS = 1000 };
 typedef struct {
     const char *name;
-    int kind, late; /* late: rank 2 joins in the middle of it */
+    int kind, late; /* late: rank 2 joins during the attack */
 } attack;
 static const attack attacks[] = {
     {"garbage/late", A_GARBAGE, 1},   {"half_a_frame/late", A_HALF, 1},
@@ -1457,7 +1457,7 @@ static void raids(setup *s, int kind) {
     while (r.count) raid_drop(&r, 0);
 }
 
-/* An allocator that knows its highest level. */
+/* An allocator that knows its maximum. */
 typedef struct {
     w_heap heap;
     int64_t peak;
@@ -1538,7 +1538,7 @@ static void job_goes_on(const attack *row) {
 TEST_P(store_strangers, job_goes_on, attacks, SLOW) { job_goes_on(row); }
 TEST_P(long_store, job_goes_on, more_attacks, NIGHT) { job_goes_on(row); }
 
-/* Who says nothing is sent away after 5 s. */
+/* A connection that sends nothing is closed after 5 s. */
 TEST(long_store, silent_strangers_go, SECONDS(60) | NIGHT) {
     setup *s = make_setup(AT_IPV4, 1, 0, 20000);
     client c;
@@ -1547,7 +1547,7 @@ TEST(long_store, silent_strangers_go, SECONDS(60) | NIGHT) {
     fds = count_fds();
     for (int i = 0; i < 30; i++) CHECK((fd[i] = raw_connect(s->port)) >= 0);
     usleep(100000);
-    CHECK(count_fds() >= fds + 60); /* both ends are here */
+    CHECK(count_fds() >= fds + 60); /* both ends are in this process */
     sleep(6);
     CHECK_EQ_INT(count_fds(), fds + 30);
     for (int i = 0; i < 30; i++) close(fd[i]);
@@ -1555,7 +1555,7 @@ TEST(long_store, silent_strangers_go, SECONDS(60) | NIGHT) {
     fsdpi_store_close(c.store);
 }
 
-/* What wrong first words are told: without a tag, as there is no key for it. */
+/* Replies to wrong first messages have no tag, as there is no key yet. */
 TEST(store_refused, texts_on_the_wire) {
     setup *s = make_setup(AT_IPV4, 1, 0, 5000);
     unsigned char out[HEADER + 60] = {0};
@@ -1569,7 +1569,7 @@ TEST(store_refused, texts_on_the_wire) {
     close(w.fd);
     w.fd = raw_connect(s->port), w.sealed = 0;
     CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), OP_CHALLENGE);
-    header(out, OP_HELLO, 0, 0, 60); /* as of version 1 */
+    header(out, OP_HELLO, 0, 0, 60); /* as in version 1 */
     raw_send(w.fd, out, sizeof out);
     CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), OP_REFUSED);
     says(text, "speaks version 2 of the store's protocol, and this program version 1");
@@ -1587,7 +1587,7 @@ TEST(store_refused, texts_on_the_wire) {
     fsdpi_store_close(c.store);
 }
 
-/* Rank 1 is in, and dies before all have come: nobody waits to the end. */
+/* Rank 1 has joined, and dies before all have: no rank waits until its deadline. */
 static void dies_while_others_wait(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1608,7 +1608,7 @@ TEST(store_lost, before_all_have_come) {
     run(make_setup(AT_IPV4, 3, 0, 20000), dies_while_others_wait);
 }
 
-/* Rank 1 says goodbye before rank 2 has come: that is told to both, and rank 2 does not go on. */
+/* Rank 1 leaves before rank 2 has arrived: both other ranks get an error. */
 static void leaves_while_others_wait(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1629,7 +1629,7 @@ static void leaves_while_others_wait(int rank, int world, void *arg) {
         CHECK_STATUS(status, FSDP_ERR_PEER_LOST);
         says(c.error, "rank 1 has left before all ranks had joined");
         if (rank) within(start, 1000);
-    } else { /* rank 0 has given up already, and its store with it */
+    } else { /* rank 0, and so its store, has already given up */
         says(c.error, "rank 0");
     }
 }
@@ -1692,12 +1692,12 @@ static void misbehave(setup *s, int kind) {
         raw_send(w.fd, out, size - 2), reset_close(w.fd);
         break;
     case B_SHORT: wire_send(&w, OP_GET, "key", "\1\2\3", 3); break;
-    case B_DEAF: /* a value of 1 MiB that is asked for 200 times */
+    case B_DEAF: /* asks 200 times for a value of 1 MiB */
         raw_send(w.fd, out, seal(&w, out, frame(out, OP_SET, 1, "big", out + HEADER + 3, MIB)));
         for (uint32_t i = 0; i < 200; i++) wire_send(&w, OP_GET, "big", number_8, 8);
         break;
     case B_GREEDY:
-        memset(text_159, 't', sizeof text_159); /* what is asked for has a long answer */
+        memset(text_159, 't', sizeof text_159); /* requests have long answers */
         memset(text_159, 0, 12);
         wire_send(&w, OP_BEAT, NULL, text_159, sizeof text_159);
         for (size_t i = 0, at = 0; i<400000; i++, at = at> MIB - 100 ? 0 : at) {
@@ -1709,7 +1709,7 @@ static void misbehave(setup *s, int kind) {
         size = seal(&w, out, frame(out, OP_SET, 1, "slow", "x", 1));
         for (size_t i = 0; i < size; i++) raw_send(w.fd, out + i, 1), usleep(2000);
         break;
-    case B_AGAIN: /* as somebody in between could do */
+    case B_AGAIN: /* as an attacker in between could do */
         size = seal(&w, out, frame(out, OP_SET, 1, "key", "value", 5));
         raw_send(w.fd, out, size), raw_send(w.fd, out, size);
         break;
@@ -1766,7 +1766,8 @@ TEST_P(store_strangers, bad_member, bad_members, SLOW) {
     run(s, with_bad_member);
 }
 
-/* Several threads of a rank ask for much at a time, which is no crime. With a sanitizer, less. */
+/* Several threads of a rank ask for much data at a time, which is allowed. Less with a sanitizer.
+   */
 enum { MUCH = (W_SLOW ? 2 : 16) * MIB };
 static void *get_much(void *arg) {
     client *c = (client *)arg;
@@ -1824,7 +1825,7 @@ static void hundred_times(int at) {
 TEST_P(store_leaks, hundred_times_open_and_close, cycles) { hundred_times(row->at); }
 TEST_P(long_store, hundred_times_open_and_close, more_cycles, NIGHT) { hundred_times(row->at); }
 
-/* One allocation after the other fails, once or for good: it ends, cleanly. */
+/* One allocation after the other fails, once or from then on: calls end without leaks. */
 static fsdp_status life(setup *s) {
     client c;
     char text[8];
@@ -1880,7 +1881,7 @@ TEST_P(long_store, every_allocation_fails_for_good, failing_for_good, NIGHT) {
 
 /* ---- the machine ----------------------------------------------------------------------------- */
 
-/* Signals that interrupt every call, in the caller's thread; and none in the store's threads. */
+/* Signals interrupt every call in the caller's thread; the store's threads get none. */
 static pthread_t signals_for;
 static int stray_signals;
 static void on_alarm(int sig) {
@@ -1917,8 +1918,8 @@ TEST(store_machine, signals) {
     run(make_setup(AT_IPV4, 3, 0, 20000), interrupted);
 }
 
-/* Somebody takes all descriptors that the server's process may have: who has joined goes on, and a
-   late rank comes in as soon as there is one again. */
+/* An attacker takes all descriptors of the server's process. Ranks that have joined continue, and a
+   late rank joins as soon as a descriptor is free. */
 static void few_descriptors(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -1935,7 +1936,7 @@ static void few_descriptors(int rank, int world, void *arg) {
     if (rank == 0) {
         struct rlimit files;
         CHECK(!getrlimit(RLIMIT_NOFILE, &files));
-        files.rlim_cur = (rlim_t)count_fds() + 12; /* two of a rank's own, one of each rank */
+        files.rlim_cur = (rlim_t)count_fds() + 12; /* two for a rank itself, one for each rank */
         CHECK(!setrlimit(RLIMIT_NOFILE, &files));
         raise_flag(&s->flags[0]);
     }
@@ -1953,7 +1954,7 @@ static void few_descriptors(int rank, int world, void *arg) {
 }
 TEST(store_machine, few_descriptors) { run(make_setup(AT_IPV4, 4, 0, 8000), few_descriptors); }
 
-/* Deadlines follow the clock of the desc. */
+/* Deadlines use the clock of the desc. */
 static int64_t jump_ns;
 static int64_t jumping_clock(void *user) {
     return fsdpi_monotonic_ns(user) + __atomic_load_n(&jump_ns, __ATOMIC_SEQ_CST);
@@ -1975,14 +1976,14 @@ TEST(store_machine, clock_of_the_desc) {
     setup *s = make_setup(AT_HOST, 2, 1, 3600 * 1000);
     pthread_t thread;
     CHECK_EQ_INT(pthread_create(&thread, NULL, open_by_clock, s), 0);
-    await_flag(s->joined, 1); /* its deadline counts */
+    await_flag(s->joined, 1); /* its deadline is running */
     int64_t start = h_calm_ms();
     __atomic_store_n(&jump_ns, 7200 * 1000 * MS, __ATOMIC_SEQ_CST); /* two hours later */
     pthread_join(thread, NULL);
     within(start, 1500);
 }
 
-/* A program that opens one world after another, at a launcher's store: ranks are not in step. */
+/* A program opens one world after another at a launcher's store: ranks are not in step. */
 static void worlds_in_a_row(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     for (int i = 0; i < 10; i++) {
@@ -2005,7 +2006,7 @@ TEST(store_launcher, worlds_in_a_row) {
     run(s, worlds_in_a_row);
     aside_ends(s, pid);
 }
-/* The same where rank 0 serves, each time anew and on the same port. */
+/* Rank 0 serves a new store for each world, on one port. */
 static void worlds_of_rank_0(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     for (int i = 0; i < 8; i++) {
@@ -2026,7 +2027,7 @@ TEST_P(store_open, worlds_in_a_row, rows_of_worlds) {
     run(make_setup(row->at, 3, row->threads, 10000), worlds_of_rank_0);
 }
 
-/* Killed in the middle of a large value, on its way in or out. */
+/* A rank is killed while it sends or receives a large value. */
 static void *move_much(void *arg) {
     client *c = (client *)arg;
     size_t size;
@@ -2067,7 +2068,7 @@ TEST(store_lost, in_the_middle_of_a_value) {
     }
 }
 
-/* Is a rank among those that a text says are missing? */
+/* Returns 1 if a text lists the rank as missing. */
 static int names_rank(const char *text, int rank) {
     const char *list = strstr(text, "ranks ");
     char one[16], each[2][16];
@@ -2077,11 +2078,11 @@ static int names_rank(const char *text, int rank) {
     return strcasestr(text, one) || (list && (strstr(list, each[0]) || strstr(list, each[1])));
 }
 
-/* Kill points: any rank, at any moment from the start of open on. Everybody who was in hears of it
-   within a second; who was not says whom it waits for. */
+/* Kills any rank at any moment from the start of open on. Every rank that had joined gets the
+   failure within a second; a rank that had not says which rank it waits for. */
 static void dies_any_time(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
-    const int *when = (const int *)s->extra; /* us, victim */
+    const int *when = (const int *)s->extra; /* delay in us, victim */
     client c;
     if (rank == when[1]) {
         struct itimerval t;
@@ -2095,12 +2096,12 @@ static void dies_any_time(int rank, int world, void *arg) {
     if (status) {
         CHECK_MSG(status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_TIMEOUT, "%s",
                   fsdp_status_name(status));
-        if (!strcasestr(c.error, "rank 0 has to run")) /* it gave up already */
+        if (!strcasestr(c.error, "rank 0 has to run")) /* rank 0 has already given up */
             CHECK_MSG(names_rank(c.error, when[1]), "\"%s\", killed: %d", c.error, when[1]);
         s->flags[2 + (status == FSDP_ERR_TIMEOUT)]++;
         return;
     }
-    for (;;) { /* until something fails */
+    for (;;) { /* until a call fails */
         char key[16], text[16];
         size_t size;
         snprintf(key, sizeof key, "%d", rank);
@@ -2137,19 +2138,20 @@ TEST(store_lost, kill_points, SECONDS(60)) { kill_points(6, h_seed()); }
 TEST(long_store, kill_points, SECONDS(900) | NIGHT) { kill_points(W_SLOW ? 75 : 150, h_seed() + 4711); }
 
 /* ---- the server's core, without sockets ------------------------------------------------------ */
-/* Connections come and go in any order; what they send is random, or valid and then damaged, in
-   pieces of any size. One good client, rank 0, is in all the time: its answers must be right. And
-   whatever the core writes must be frames that a server may send. */
+/* Connections open and close in any order. They send random bytes, or valid frames that are then
+   damaged, in pieces of any size. One good client, rank 0, stays connected: its answers must be
+   right. The core may write only frames that a server may send. */
 
 enum { F_CONNS = 12, F_SIZE = 4, F_KEYS = 6, F_PENDING = 1 << 17 };
 
 typedef struct {
     fsdpi_conn *conn;
     unsigned char nonce[32];
-    wire w; /* keys, when PROVE is sent */
+    wire w; /* keys, once PROVE is sent */
     int hello_sent, proven, joined, verdicts, closing, ended;
     size_t in_at, in_size, out_size;
-    unsigned char *in, *out; /* frames to be fed in pieces; an unfinished frame of the core's */
+    /* in: frames to feed in pieces; out: an unfinished frame of the core */
+    unsigned char *in, *out;
 } fuzz_conn;
 
 typedef struct {
@@ -2158,9 +2160,9 @@ typedef struct {
     uint64_t seed;
     int64_t now;
     uint8_t token[32];
-    fuzz_conn conns[F_CONNS]; /* [0]: the good one */
-    char model[F_KEYS][40];   /* what it has set; "": nothing */
-    int asked;                /* key of its GET under way, or -1 */
+    fuzz_conn conns[F_CONNS]; /* [0] is the good client */
+    char model[F_KEYS][40];   /* values that it has set; "": none */
+    int asked;                /* key of its outstanding GET, or -1 */
     uint32_t asked_id, next_id;
     int64_t fed, frames, joins, verdicts, answers;
 } fuzz;
@@ -2183,7 +2185,7 @@ static void fuzz_queue(fuzz_conn *c, const unsigned char *bytes, size_t size) {
     c->in_size += size;
 }
 
-/* The first words, with the right token or a wrong one. */
+/* Sends the first message, with the right token or a wrong one. */
 static void fuzz_prove(fuzz *f, fuzz_conn *c, const uint8_t token[32]) {
     unsigned char mine[NONCE], bytes[HEADER + PROVE_BYTES];
     for (int i = 0; i < NONCE; i += 8) number(mine + i, h_rand64(&f->seed), 8);
@@ -2191,9 +2193,9 @@ static void fuzz_prove(fuzz *f, fuzz_conn *c, const uint8_t token[32]) {
     fuzz_queue(c, bytes, size);
 }
 
-/* The answers to the good client. */
+/* Checks a reply to the good client. */
 static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *value, size_t size) {
-    if (f->asked < 0 || id != f->asked_id) return; /* to SET, DELETE and so on */
+    if (f->asked < 0 || id != f->asked_id) return; /* reply to another request */
     const char *expected = f->model[f->asked];
     CHECK_EQ_INT(flags, FSDP_OK);
     CHECK_EQ_INT(size, strlen(expected));
@@ -2202,7 +2204,7 @@ static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *va
     f->answers++;
 }
 
-/* One whole frame of the core's. */
+/* Checks one whole frame of the core. */
 static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
     int op = (int)number_at(at + 4, 2), flags = (int)number_at(at + 6, 2);
     uint32_t id = (uint32_t)number_at(at + 8, 4);
@@ -2210,7 +2212,7 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
     unsigned char *whole = (unsigned char *)malloc(HEADER + size);
     uint8_t tag[32];
     CHECK(whole != NULL);
-    if (op != OP_CHALLENGE && !(op == OP_REFUSED && !c->proven)) { /* all else has a tag */
+    if (op != OP_CHALLENGE && !(op == OP_REFUSED && !c->proven)) { /* all others have a tag */
         CHECK(size >= TAG && c->w.sealed);
         size -= TAG;
         memcpy(whole, at, HEADER + size), number(whole + 16, size, 8);
@@ -2219,7 +2221,7 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
     }
     free(whole);
     f->frames++;
-    CHECK(!c->ended); /* nothing follows what ends a connection */
+    CHECK(!c->ended); /* nothing follows a frame that ends a connection */
     CHECK_EQ_INT(number_at(at + 12, 4), 0);
     switch (op) {
     case OP_CHALLENGE:
@@ -2255,7 +2257,7 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
     }
 }
 
-/* Takes some of what the core has to send, and cuts it into frames. */
+/* Takes some of the core's output, and cuts it into frames. */
 static void fuzz_drain(fuzz *f, fuzz_conn *c, size_t most) {
     __typeof__(c->conn->out) *out = &c->conn->out;
     while (out->begin < out->end && most) {
@@ -2285,7 +2287,7 @@ static void fuzz_part(fuzz *f, fuzz_conn *c) {
     c->conn = NULL;
 }
 
-/* As the server does: what is broken is taken away. The good one never is. */
+/* Removes broken connections, as the server does. The good client is never among them. */
 static void fuzz_sweep(fuzz *f) {
     for (int i = 0; i < F_CONNS; i++) {
         fuzz_conn *c = &f->conns[i];
@@ -2298,7 +2300,7 @@ static void fuzz_sweep(fuzz *f) {
 static const char *const fuzz_keys[] = {"a",   "b",      "",
                                         "k/1", "rank_0", "zzzzzzzzzzzzzzzzzzzzzzzzzzz"};
 
-/* A frame that a client may send, of any op. */
+/* Writes a valid frame of a client, of any op. */
 static size_t fuzz_valid(fuzz *f, unsigned char *to) {
     static unsigned char value[70000];
     static const size_t least[] = {0, 0, 0, 0, 0, 0, 8, 0, 12, 4, 12, 0};
@@ -2323,7 +2325,7 @@ static size_t fuzz_hello(fuzz *f, unsigned char *to) {
     return hello(to, rank, size, timeout, left);
 }
 
-/* What somebody who knows the token may send as well: anything in a frame of that size. */
+/* Damages a frame as a client that knows the token could: any content, but the right size. */
 static void fuzz_bend(fuzz *f, unsigned char *bytes, size_t size) {
     for (uint64_t k = 1 + dice(f, 4); k--;) {
         size_t at = dice(f, dice(f, 2) && size > HEADER ? HEADER : size);
@@ -2354,13 +2356,13 @@ static void fuzz_hostile_input(fuzz *f, fuzz_conn *c) {
         fuzz_prove(f, c, dice(f, 12) ? f->token : wrong);
         return;
     }
-    if (!dice(f, 40)) { /* nothing at all */
+    if (!dice(f, 40)) { /* random bytes */
         size = 1 + dice(f, 200);
         for (size_t i = 0; i < size; i++) bytes[i] = (unsigned char)h_rand64(&f->seed);
         c->hello_sent = 1;
     } else {
         size = !c->hello_sent && dice(f, 8) ? fuzz_hello(f, bytes) : fuzz_valid(f, bytes);
-        c->hello_sent = 1; /* bending may make one of anything */
+        c->hello_sent = 1; /* a damaged frame may be a HELLO */
         if (!dice(f, 12)) fuzz_bend(f, bytes, size);
         size = seal(&c->w, bytes, size);
         if (!dice(f, 25)) fuzz_damage(f, bytes, &size);
@@ -2368,7 +2370,7 @@ static void fuzz_hostile_input(fuzz *f, fuzz_conn *c) {
     fuzz_queue(c, bytes, size);
 }
 
-/* Sets, deletes or gets one of its own keys, which nobody else touches. */
+/* Sets, deletes or gets one of the good client's keys, which no other client uses. */
 static void fuzz_good_input(fuzz *f, fuzz_conn *c) {
     unsigned char bytes[HEADER + 256 + 64 + TAG], timeout[8];
     size_t size = 0;
@@ -2398,7 +2400,7 @@ static void fuzz_feed(fuzz *f, fuzz_conn *c) {
     if (piece > size) piece = size;
     if (piece > FSDPI_STORE_READ) piece = FSDPI_STORE_READ;
     if (!piece) return;
-    /* In a block of its own, so that a read beyond it is seen. */
+    /* A separate block, so that a read after its end is detected. */
     char *block = (char *)malloc(piece);
     CHECK(block != NULL);
     memcpy(block, c->in + c->in_at, piece);
@@ -2408,7 +2410,7 @@ static void fuzz_feed(fuzz *f, fuzz_conn *c) {
     f->fed++;
 }
 
-/* What must hold at any time. */
+/* Checks the invariants. */
 static void fuzz_check(const fuzz *f) {
     const fsdpi_store_core *core = &f->core;
     size_t total = 0, most = 0;
@@ -2474,7 +2476,7 @@ static void fuzz_step(fuzz *f) {
     fuzz_sweep(f);
 }
 
-/* One world after another, until that many inputs were fed. */
+/* Runs one world after another until `inputs` inputs were fed. */
 static void fuzz_inputs(int64_t inputs, uint64_t seed) {
     fuzz *f = (fuzz *)malloc(sizeof *f);
     int64_t fed = 0, frames = 0, joins = 0, verdicts = 0, answers = 0, worlds = 0;
@@ -2502,7 +2504,8 @@ static void fuzz_inputs(int64_t inputs, uint64_t seed) {
         "%lld inputs in %lld worlds: %lld frames came back, %lld joins, %lld verdicts, %lld values",
         (long long)fed, (long long)worlds, (long long)frames, (long long)joins, (long long)verdicts,
         (long long)answers);
-    CHECK(joins > worlds && verdicts > worlds && answers > worlds); /* it does get everywhere */
+    /* all parts of the core are reached */
+    CHECK(joins > worlds && verdicts > worlds && answers > worlds);
     free(f);
 }
 TEST(store_fuzz, core, SLOW) { fuzz_inputs(W_SLOW ? 30000 : 200000, h_seed()); }
@@ -2510,8 +2513,8 @@ TEST(long_store, fuzz_core, SECONDS(600) | NIGHT) {
     fuzz_inputs(W_SLOW ? 1000000 : 5000000, h_seed() + 1000000);
 }
 
-/* ---- the client's ear ------------------------------------------------------------------------ */
-/* A server that is out of its mind: what a client reads is frames of a server, damaged or not. */
+/* ---- the client's reader --------------------------------------------------------------------- */
+/* A faulty server: the client reads valid and damaged frames of a server. */
 
 enum { E_REQUESTS = 5, E_SIZE = 4 };
 typedef struct {
@@ -2537,11 +2540,11 @@ static void ear_open(ear *e, fuzz *f, const setup *s) {
     e->s->desc = d;
     e->s->fd = fds[0], e->fd = fds[1], e->s->wake = -1;
     e->s->left = (uint8_t *)fsdpi_alloc(&d.boot.allocator, E_SIZE);
-    for (int i = 0; i < E_REQUESTS; i++) { /* that somebody waits for */
+    for (int i = 0; i < E_REQUESTS; i++) { /* requests of waiting callers */
         fsdpi_store_request *r = &e->requests[i];
         e->caps[i] = (size_t)dice(f, 3) * 40;
         r->cap = e->caps[i];
-        r->value = malloc(r->cap + 1); /* a write beyond it is seen */
+        r->value = malloc(r->cap + 1); /* a write after its end is detected */
         ((char *)r->value)[r->cap] = 0x55;
         r->id = (uint32_t)i + 1;
         r->next = e->s->requests;

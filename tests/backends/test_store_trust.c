@@ -1,5 +1,5 @@
-/* test_store_trust.c - who can do what at the store (docs/cluster.md, Trust): stores that are not
-   ours, programs in between, a launcher that is silent, tokens, and what would block.
+/* test_store_trust.c - security of the store (docs/cluster.md, Trust): foreign stores, programs in
+   between, a silent launcher, tokens, and things that would block.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN | AT_NIGHT(ASAN)
@@ -9,21 +9,21 @@
 #include "library.c"
 #include "lab_store.h"
 
-/* What FSDP_STORE_SERVED says to a rank: behind is NULL, or as "-29516". */
+/* Sets FSDP_STORE_SERVED of a rank; `behind` follows the address: NULL, or text like "-29516". */
 static void say_served(const setup *s, const char *behind) {
     char text[600];
     snprintf(text, sizeof text, "%s%s %s", s->address, behind ? behind : "", s->job);
     setenv("FSDP_STORE_SERVED", text, 1);
 }
 
-/* ---- a store that is not ours ------------------------------------------------------------------ */
+/* ---- foreign stores -------------------------------------------------------------------------- */
 
-/* What it does when it is told something: */
+/* The foreign store's reaction to a message. */
 enum { SILENT, OLD, TAKES, NO_TAG, WRONG_TAG, REFLECTS, REFUSES, JUDGES };
 typedef struct {
     const char *name;
     int kind;
-    const char *says; /* the text of a rank that finds nothing else */
+    const char *says; /* the text of a rank that finds no other store */
 } rogue;
 static const rogue rogues[] = {
     {"only_a_challenge", SILENT, "does not answer what is said to it"},
@@ -50,7 +50,7 @@ static void rogue_answers(int fd, int kind, unsigned char *got, size_t size) {
         break;
     case NO_TAG: raw_send(fd, out, frame(out, OP_PROVEN, 0, NULL, NULL, 0)); break;
     case WRONG_TAG: raw_send(fd, out, frame(out, OP_PROVEN, 0, NULL, forged, TAG)); break;
-    case REFLECTS: /* the client's own proof, as the proof of the store */
+    case REFLECTS: /* returns the client's own proof as the store's */
         number(got + 4, OP_PROVEN, 2);
         raw_send(fd, got, size);
         break;
@@ -85,7 +85,7 @@ static void rogue_store(setup *s) {
     }
 }
 
-/* It has the port of the job: the ranks pass it over, soon, and do nothing that it says. */
+/* A foreign store has the port of the job: ranks skip it, soon, and ignore its messages. */
 static void meets_elsewhere(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     int64_t start = h_calm_ms();
@@ -109,13 +109,13 @@ TEST_P(trust, rogue_store, rogues, SLOW) {
     aside_ends(s, pid);
 }
 
-/* ---- a program in between ---------------------------------------------------------------------- */
+/* ---- a program in between -------------------------------------------------------------------- */
 
 enum { FORWARDS, RANK, SIZE, PROOF, BIT, MAGIC, AGAIN, LEAVES_OUT, INSERTS, ANSWER };
 typedef struct {
     const char *name;
     int kind;
-    const char *says; /* of both ranks */
+    const char *says; /* text of both ranks */
 } relay;
 static const relay relays[] = {
     {"forwards", FORWARDS, NULL},
@@ -131,18 +131,18 @@ static const relay relays[] = {
 };
 
 typedef struct {
-    int fd[2]; /* the client's, the store's */
+    int fd[2]; /* client, store */
     unsigned char bytes[2][4096];
     size_t size[2];
     int hellos, answers;
 } pair;
 
-/* One whole frame that goes to fd[!from]; `size` bytes. */
+/* Forwards one whole frame of `size` bytes to fd[!from]. */
 static void relay_frame(const setup *s, pair *p, int from, unsigned char *at, size_t size) {
     unsigned char out[600];
     int op = (int)number_at(at + 4, 2), kind = s->squatter, to = p->fd[!from];
     if (op == OP_HELLO && kind == RANK) {
-        /* where version 1 had it, and where it is now */
+        /* the rank's place in version 1, and now */
         at[size == HEADER + 60 ? HEADER + 36 : HEADER] = 2;
     }
     if (op == OP_HELLO && kind == SIZE) at[HEADER + 4] = 2;
@@ -157,7 +157,7 @@ static void relay_frame(const setup *s, pair *p, int from, unsigned char *at, si
         raw_send(to, out, frame(out, OP_VERDICT, 0, NULL, forged, sizeof forged));
 }
 
-/* 0: one side has ended. */
+/* Returns 0 if one side has closed. */
 static int relay_moves(const setup *s, pair *p, int from) {
     ssize_t got = recv(p->fd[from], p->bytes[from] + p->size[from],
                        sizeof p->bytes[from] - p->size[from], MSG_DONTWAIT);
@@ -198,12 +198,12 @@ static void relay_runs(setup *s) {
     }
 }
 
-/* Its change makes the proof of rank 1, or of the store, a wrong one. */
+/* Returns 1 if the change invalidates the proof of rank 1 or of the store. */
 static int is_kept_out(const relay *r) {
     return r->kind == RANK || r->kind == SIZE || r->kind == PROOF;
 }
 
-/* Rank 1 comes to the store of rank 0 by way of it. */
+/* Rank 1 connects to the store of rank 0 through the relay. */
 static void through_relay(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     const relay *r = (const relay *)s->extra;
@@ -215,13 +215,13 @@ static void through_relay(int rank, int world, void *arg) {
         snprintf(mine.address, sizeof mine.address, "tcp://127.0.0.1:%d", s->served_at);
         say_served(&mine, NULL);
     }
-    if (is_kept_out(r)) { /* nor does it come in as rank 2 */
+    if (is_kept_out(r)) { /* nor does the store let it in as rank 2 */
         CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
         if (rank == 0) says(c.error, "ranks 1, 2 have not joined");
         return;
     }
     fsdp_status status = open_as(&c, &mine, rank, world);
-    if (status) { /* a verdict came at once */
+    if (status) { /* it failed at once */
         CHECK(r->says != NULL);
         says(c.error, r->says);
         raise_flag(&s->flags[1]);
@@ -253,7 +253,7 @@ TEST_P(trust, relay, relays, SLOW) {
     aside_ends(s, pid);
 }
 
-/* What somebody has heard of one connection is worth nothing on another one. */
+/* Bytes recorded from one connection are useless on another one. */
 TEST(trust, replay) {
     setup *s = make_setup(AT_IPV4, 1, 0, 5000);
     unsigned char nonce[NONCE + 1], mine[NONCE] = {7}, out[HEADER + PROVE_BYTES], token[32];
@@ -274,7 +274,7 @@ TEST(trust, replay) {
     fsdpi_store_close(c.store);
 }
 
-/* Ranks of version 1 are told so, and so are those who wait for them. */
+/* Ranks of version 1 get an error that says so, and so do the ranks that wait for them. */
 static void waits_for_old(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     unsigned char out[HEADER + 60] = {0};
@@ -296,7 +296,8 @@ static void waits_for_old(int rank, int world, void *arg) {
 }
 TEST(trust, old_ranks_are_counted) { run(make_setup(AT_IPV4, 2, 0, 700), waits_for_old); }
 
-/* By which address of the store's host others reach it: a rank has shown that, not a stranger. */
+/* Only a rank with a proof, not an untrusted peer, can show at which address others reach the host.
+   */
 TEST(trust, strangers_choose_no_address) {
     setup *s = make_setup(AT_HOST, 2, 0, 1000);
     fsdpi_store_core core;
@@ -318,7 +319,7 @@ TEST(trust, strangers_choose_no_address) {
     fsdpi_store_core_close(&core);
 }
 
-/* Strangers go first when there are too many connections: who has proven itself stays. */
+/* If there are too many connections, untrusted peers are closed first: a proven one stays. */
 TEST(trust, strangers_are_evicted_first) {
     setup *s = make_setup(AT_HOST, 2, 0, 1000);
     fsdpi_store_core core;
@@ -342,7 +343,8 @@ TEST(trust, strangers_are_evicted_first) {
     CHECK_EQ_INT(first->state, FSDPI_CONN_BROKEN);
     fsdpi_store_core_disconnect(&core, first, 0);
 
-    /* Those with the wrong token, who are being sent away, go before one who has just come. */
+    /* Connections with a wrong token, which are being closed, go before one that has just arrived.
+       */
     fsdpi_conn *newcomer = fsdpi_store_core_connect(&core, nonce, 0), *refused[2];
     for (int i = 0; i < 2; i++) {
         refused[i] = fsdpi_store_core_connect(&core, nonce, 0);
@@ -359,7 +361,7 @@ TEST(trust, strangers_are_evicted_first) {
     fsdpi_store_core_close(&core);
 }
 
-/* ---- a launcher that serves -------------------------------------------------------------------- */
+/* ---- a launcher that serves ------------------------------------------------------------------ */
 
 typedef struct {
     const char *name;
@@ -369,12 +371,13 @@ typedef struct {
 static const served serveds[] = {
     {"port", AT_IPV4, NULL}, {"ports", AT_IPV4, "-65535"}, {"host", AT_HOST, NULL}};
 
-/* It is stopped when ranks 0 and 1 come, and goes on when they have looked for it for a while. */
+/* The launcher is stopped when ranks 0 and 1 arrive, and continues after they have tried for a
+   while. */
 static void finds_stopped(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     const served *how = (const served *)s->extra;
     client c;
-    if (rank == world) { /* none of them */
+    if (rank == world) { /* not one of the ranks */
         await_flag(&s->flags[1], 2);
         usleep((useconds_t)s->squatter * 1000);
         raise_flag(&s->flags[0]);
@@ -403,7 +406,7 @@ static void stopped_launcher(const served *row, int stop_ms) {
 TEST_P(trust, stopped_launcher, serveds, SLOW) { stopped_launcher(row, 1300); }
 TEST_P(long_trust, stopped_launcher, serveds, NIGHT) { stopped_launcher(row, 2500); }
 
-/* It has ended: nobody takes its place, and the text says who is missing. */
+/* The launcher has ended: no rank takes its place, and the text says who is missing. */
 TEST(trust, launcher_is_gone) {
     setup *s = make_setup(AT_IPV4, 2, 0, 300);
     client c;
@@ -415,7 +418,7 @@ TEST(trust, launcher_is_gone) {
     }
 }
 
-/* What is said of another job, or of another place, says nothing of this one: rank 0 serves. */
+/* The address of another job, or another address, does not count: rank 0 serves. */
 static const struct {
     const char *name, *job, *address;
 } others[] = {{"job", "x", ""}, {"address", "", "0"}, {"job_with_a_tail", "", ""}};
@@ -431,14 +434,14 @@ TEST_P(trust, served_is_of_one_job_at_one_place, others) {
     fsdpi_store_close(c.store);
 }
 
-/* ---- tokens ------------------------------------------------------------------------------------ */
+/* ---- tokens ---------------------------------------------------------------------------------- */
 
 #define MPI_KEY "OMPI_MCA_orte_precondition_transports"
 enum { TOKENS = 4 };
 static const struct {
     const char *name;
     const char *variables[TOKENS]; /* name, value */
-    int secret, same;              /* same: as with no variable at all */
+    int secret, same;              /* same: as without any variable */
 } tokens[] = {
     {"none", {NULL}, 0, 1},
     {"given", {"FSDP_TOKEN", "a"}, 1, 0},
@@ -451,7 +454,7 @@ static const struct {
 };
 TEST_P(trust, token, tokens) {
     uint8_t plain[32], token[32], again[32], other[32];
-    (void)make_setup(AT_HOST, 1, 0, 0); /* unsets what may be set */
+    (void)make_setup(AT_HOST, 1, 0, 0); /* unsets all variables */
     unsetenv(MPI_KEY), unsetenv("OMPI_COMM_WORLD_RANK"), unsetenv("TORCHELASTIC_RUN_ID");
     CHECK_EQ_INT(fsdpi_store_token("job", plain), 0);
     for (int i = 0; i < TOKENS && row->variables[i]; i += 2)
@@ -464,7 +467,7 @@ TEST_P(trust, token, tokens) {
     CHECK(memcmp(token, other, 32) != 0); /* jobs with one secret do not meet */
 }
 
-/* Two secrets of one length, and one that is the other's beginning. */
+/* Secrets of equal length, and a secret that begins with another one. */
 TEST(trust, tokens_differ) {
     static const char *const secrets[] = {"a", "b", "ab", "user 0", "A"};
     uint8_t token[5][32];
@@ -475,7 +478,7 @@ TEST(trust, tokens_differ) {
     }
 }
 
-/* A job without a secret is warned of once, by rank 0, where others could reach it. */
+/* A job without a secret gets one warning, from rank 0, if other hosts could reach it. */
 static setup *warned;
 static void count_warning(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)code, (void)user;
@@ -512,9 +515,10 @@ TEST_P(trust, warning, warnings) {
     CHECK_EQ_INT(s->flags[6], row->times);
 }
 
-/* ---- what would block, or be in the way -------------------------------------------------------- */
+/* ---- things that would block ----------------------------------------------------------------- */
 
-/* A pipe where the file should be, or where it is written first: nobody waits for its other end. */
+/* A pipe in place of the file, or of its temporary file: no process waits for the pipe's other end.
+   */
 TEST(trust, pipe_in_place_of_the_file) {
     setup *s = make_setup(AT_FILE, 2, 0, 300);
     int64_t start = h_calm_ms();
@@ -544,8 +548,8 @@ TEST_P(trust, place_of_the_new_file_is_taken, in_the_way) {
     CHECK_EQ_STR(text, "mine");
 }
 
-/* A resolver that does not answer before the test has ended, and a host of eight addresses. In place of
-   libc's. */
+/* Replaces libc's getaddrinfo by a resolver that does not answer before the test has ended, and that
+   has a host of eight addresses. */
 static int *resolver_waits, *resolver_asked;
 int getaddrinfo(const char *host, const char *service, const struct addrinfo *hints,
                 struct addrinfo **out) {
@@ -578,11 +582,11 @@ TEST(trust, resolver_does_not_answer) {
     }
     within(start, 1500);
     await_flag(&s->flags[8], 2);
-    raise_flag(&s->flags[7]); /* it answers now, and nobody is there: nothing is left */
+    raise_flag(&s->flags[7]); /* the resolver answers now, too late: nothing may be left */
     no_threads();
 }
 
-/* An address of several hosts: rank 0 serves on its own one, wherever that is in the list. */
+/* An address with several hosts: rank 0 serves on its own, wherever that is in the list. */
 static void meets_on_any_host(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
@@ -596,10 +600,10 @@ TEST(trust, several_hosts) {
     run(s, meets_on_any_host);
 }
 
-/* The hosts share the places; those that have none leave theirs to nobody. */
+/* The hosts share the array of places; a host without an address takes none. */
 static const struct {
     const char *name, *hosts;
-    int max, last[8]; /* the last numbers of the addresses found; 0: no more */
+    int max, last[8]; /* last: last byte of each address found; 0: the end */
 } lists[] = {{"one", "127.0.0.7", 8, {7}},
              {"three", "127.0.0.3,127.0.0.1,127.0.0.2", 8, {3, 1, 2}},
              {"unknown_first", "nobody.test,127.0.0.2", 8, {2}},
@@ -625,7 +629,7 @@ TEST_P(trust, hosts_of_an_address, lists) {
     CHECK(!strstr(row->hosts, "nobody") || strstr(said, "[E728] host 'nobody.test'"));
 }
 
-/* Who has closed 0 to 2 prints into no connection. */
+/* A program that has closed descriptors 0 to 2 does not print into a connection. */
 static void without_stdio(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     struct stat info;

@@ -1,5 +1,5 @@
-/* test_stub_cublas.c - the stand-in for cuBLAS (tests/stubs): its products are right in each type,
-   and it refuses what cuBLAS refuses
+/* test_stub_cublas.c - the cuBLAS stub (tests/stubs): its products are right for each type, and it
+   rejects calls that cuBLAS rejects
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | STUB
@@ -10,11 +10,11 @@
 
 enum { M = 3, N = 4, K = 5, COUNT = 2, ROOM = 64 };
 
-// One call: c(M, N) = a(M, K) * b(K, N) by columns, twice, with what a test changes of it.
+// A call: c(M, N) = a(M, K) * b(K, N), column-major, twice, with the fields that a test changes.
 typedef struct {
     cublasOperation_t op_a, op_b;
     int m, lda, ldc, count;
-    size_t off; // bytes that c is off its place
+    size_t off; // misalignment of c in bytes
     cudaDataType type_a, type_b, type_c;
     cublasComputeType_t compute;
     long long stride_c;
@@ -44,7 +44,7 @@ static cublasStatus_t multiply(const call *x) {
     return status;
 }
 
-/* The float of a value with `bits` bits of mantissa behind the first. */
+/* Returns the value rounded to `bits` explicit bits of mantissa. */
 static float with_bits(float value, int bits) {
     int exponent;
     const double scale = (double)(2 << bits), mantissa = frexp((double)value, &exponent);
@@ -70,7 +70,7 @@ static const struct {
     const char *name;
     cudaDataType type, type_c;
     cublasComputeType_t compute;
-    int bits, bits_c; // of the mantissa: of what is multiplied, and of the result
+    int bits, bits_c; // explicit bits of mantissa: factors, result
 } numbers[] = {
     {"f32", CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F, 23, 23},
     {"tf32", CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32, 10, 23},
@@ -78,7 +78,7 @@ static const struct {
     {"bf16_to_f32", CUDA_R_16BF, CUDA_R_32F, CUBLAS_COMPUTE_32F, 7, 23},
 };
 
-/* Both operands transposed or not, twice, added to what was there or not. */
+/* Both operands transposed or not, twice, added to the old value or not. */
 TEST_P(stub_cublas, products, numbers) {
     allocate();
     for (int way = 0; way < 8; way++) {
@@ -94,7 +94,7 @@ TEST_P(stub_cublas, products, numbers) {
             if (row->type == CUDA_R_16BF) wa[i] = with_bits(wa[i], 7), wb[i] = with_bits(wb[i], 7);
             put(a, i, wa[i], row->type);
             put(b, i, wb[i], row->type);
-            put(c, i, x.beta != 0.0f ? 2.0f : NAN, row->type_c); // what is not added is not read
+            put(c, i, x.beta != 0.0f ? 2.0f : NAN, row->type_c); // c is not read if beta is 0
             wa[i] = with_bits(wa[i], row->bits), wb[i] = with_bits(wb[i], row->bits);
         }
         CHECK_STATUS(multiply(&x), CUBLAS_STATUS_SUCCESS);

@@ -1,6 +1,6 @@
-/* test_stubs.c - the stand-ins for the CUDA runtime and NCCL (tests/stubs) behave as the real ones
-   do where fsdp.h depends on it, and see what they are there to see: a missing wait, memory that is
-   freed too early, a call that fails, an object that stays.
+/* test_stubs.c - the stubs of the CUDA runtime and NCCL (tests/stubs) behave like the real
+   libraries where fsdp.h depends on it, and detect the faults that they exist for: a missing wait,
+   memory that is freed too early, a call that fails, an object that is never freed.
 
    gcc -std=c99 -O1 -g -I. -Itests -Itests/stubs tests/backends/test_stubs.c tests/stubs/stub_cuda.c \
        tests/stubs/stub_nccl.c -o test_stubs -pthread -lm
@@ -20,13 +20,13 @@
 
 typedef struct {
     int *dst;
-    const int *src; /* NULL: none */
+    const int *src; /* may be NULL */
     size_t count;
     int value;
-    int *gate; /* NULL, or waits until it is not 0 */
+    int *gate; /* may be NULL; otherwise waits until it is not 0 */
 } add;
 
-/* dst = src + value, by two blocks. */
+/* dst = src + value, in two blocks. */
 static void add_body(const void *params, unsigned block_index) {
     const add *p = (const add *)params;
     size_t begin = block_index ? p->count / 2 : 0, end = block_index ? p->count : p->count / 2;
@@ -68,14 +68,14 @@ static void wait_for_gate(void *gate) {
 }
 static void open_gate(int *gate) { __atomic_store_n(gate, 1, __ATOMIC_RELEASE); }
 
-/* Nothing happens in the stream for a while. */
+/* Checks that a stream makes no progress for a while. */
 static void check_waits(cudaStream_t stream) {
     for (int i = 0; i < 20; i++) {
         struct timespec t = {0, 1000000};
         CHECK_STATUS(cudaStreamQuery(stream), cudaErrorNotReady);
         nanosleep(&t, NULL);
     }
-    CHECK_STATUS(cudaGetLastError(), cudaErrorNotReady); /* as CUDA has it */
+    CHECK_STATUS(cudaGetLastError(), cudaErrorNotReady); /* as in CUDA */
 }
 
 static void check_nothing_left(void) {
@@ -83,7 +83,7 @@ static void check_nothing_left(void) {
         CHECK_MSG(stub_live(kind) == 0, "kind %d: %lld left", kind, (long long)stub_live(kind));
 }
 
-/* The signal that ends a process which calls fn; 0: none. */
+/* Returns the signal that ends a process which calls fn; 0: none. */
 static int ends_by(void (*fn)(void)) {
     int status = 0;
     pid_t pid = fork();
@@ -110,9 +110,9 @@ TEST(stub_cuda, event_orders_streams) {
     CUDA(cudaEventRecord(e, a));
     CUDA(cudaStreamWaitEvent(b, e, 0));
     launch(b, y, x, 64, 10, NULL);
-    CUDA(cudaEventRecord(e, a)); /* the wait is for the record before it */
+    CUDA(cudaEventRecord(e, a)); /* the wait is for the earlier record */
     launch(c, NULL, NULL, 0, 0, NULL);
-    CUDA(cudaStreamSynchronize(c)); /* which nothing holds up */
+    CUDA(cudaStreamSynchronize(c)); /* nothing delays this stream */
     check_waits(b);
     CHECK_STATUS(cudaEventQuery(e), cudaErrorNotReady);
     open_gate(&gate);
@@ -141,9 +141,9 @@ TEST(stub_cuda, event_generations) {
     CUDA(cudaStreamWaitEvent(b, e, 0));
     launch(a, NULL, NULL, 0, 0, &gate);
     CUDA(cudaEventRecord(e, a));
-    CUDA(cudaStreamSynchronize(b)); /* waited for the first record only */
+    CUDA(cudaStreamSynchronize(b)); /* it waited for the first record only */
     CHECK_STATUS(cudaEventQuery(e), cudaErrorNotReady);
-    CUDA(cudaEventDestroy(e)); /* in use: that is allowed */
+    CUDA(cudaEventDestroy(e)); /* allowed while the event is in use */
     CUDA(cudaStreamDestroy(a));
     open_gate(&gate);
     CUDA(cudaStreamDestroy(b));
@@ -182,7 +182,7 @@ TEST(stub_cuda, host_memory) {
     launch(s, NULL, NULL, 0, 0, &gate);
     CUDA(cudaMemcpyAsync(x, pageable, 16, cudaMemcpyHostToDevice, s));
     CUDA(cudaMemcpyAsync(x + 4, pinned, 16, cudaMemcpyHostToDevice, s));
-    pageable[0] = pinned[0] = 7; /* too late for the one, not for the other */
+    pageable[0] = pinned[0] = 7; /* too late for pageable memory, but not for pinned memory */
     open_gate(&gate);
     CUDA(cudaMemcpyAsync(out, x, sizeof out, cudaMemcpyDeviceToHost, s));
     CHECK_EQ_INT(out[0], 1);
@@ -200,7 +200,7 @@ TEST(stub_cuda, memory) {
     int host[4] = {0}, *x;
     CUDA(cudaMemGetInfo(&before, &total));
     x = device_ints(1024);
-    CHECK_EQ_INT(*(unsigned char *)x, 0xCB); /* nobody may count on zeros */
+    CHECK_EQ_INT(*(unsigned char *)x, 0xCB); /* memory is not zero */
     CUDA(cudaMemGetInfo(&left, &total));
     CHECK_EQ_INT(before - left, 4096);
     CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 4096);
@@ -307,7 +307,8 @@ TEST(stub_cuda, threads) {
     check_nothing_left();
 }
 
-/* A child of a process that has used CUDA has none; one of a process that has not begins anew. */
+/* CUDA is not usable in a child if the parent has used it; otherwise the child starts from scratch.
+   */
 static void in_child(int rank, int world, void *arg) {
     int *is_used = (int *)arg, count = 0, version = 0;
     cudaStream_t stream;
@@ -330,14 +331,14 @@ static void in_child(int rank, int world, void *arg) {
 
 TEST(stub_cuda, fork) {
     int gate = 0, is_used = 0, version = 0;
-    CUDA(cudaDriverGetVersion(&version)); /* is no use */
+    CUDA(cudaDriverGetVersion(&version)); /* does not count as use */
     h_ranks_proc(2, in_child, &is_used);
 #ifdef __SANITIZE_THREAD__
     SKIP("this sanitizer has no threads in children of a process that has some");
 #endif
     cudaStream_t s = a_stream();
-    /* Its thread is at the gate before the fork: a thread that begins may hold the lock of an
-       address sanitizer's allocator, which no child could take ever after. */
+    /* The stream's thread is at the gate before the fork: a thread that is just starting may hold
+       the lock of an address sanitizer's allocator, which no child could ever take again. */
     launch(s, NULL, NULL, 0, 0, NULL);
     CUDA(cudaStreamSynchronize(s));
     launch(s, NULL, NULL, 0, 0, &gate);
@@ -362,8 +363,8 @@ static void *launch_other(void *arg) {
     return arg;
 }
 
-/* The first launch of a kernel waits for all that is under way, if modules are loaded lazily and
-   nobody has loaded it before. */
+/* The first launch of a kernel waits for all work, if modules are loaded lazily and this one is not
+   loaded yet. */
 static const struct {
     const char *name;
     int lazy, loaded, waits;
@@ -394,7 +395,8 @@ static void *open_later(void *gate) {
     return gate;
 }
 
-/* With CUDA_LAUNCH_BLOCKING a kernel is done when its launch returns; a copy and a fill are not. */
+/* With CUDA_LAUNCH_BLOCKING a kernel has ended when its launch returns; copies and fills have not.
+   */
 TEST(stub_cuda, blocking_launches) {
     pthread_t thread;
     cudaStream_t a = a_stream(), b = a_stream();
@@ -406,7 +408,7 @@ TEST(stub_cuda, blocking_launches) {
     CHECK_EQ_INT(gate, 1);
     CUDA(cudaStreamQuery(a));
     CHECK(!pthread_join(thread, NULL));
-    CUDA(cudaLaunchHostFunc(b, wait_for_gate, &hold)); /* no kernel either */
+    CUDA(cudaLaunchHostFunc(b, wait_for_gate, &hold)); /* not a kernel */
     CUDA(cudaMemsetAsync(x, 0, 16 * sizeof *x, b));
     CUDA(cudaEventRecord(e, b));
     check_waits(b);
@@ -419,7 +421,7 @@ TEST(stub_cuda, blocking_launches) {
     CUDA(cudaStreamDestroy(b));
 }
 
-/* What a device or a driver refuses. */
+/* Calls that a device or a driver rejects. */
 TEST(stub_cuda, limits) {
     enum { LARGE = 5000 };
     static const char params[LARGE];
@@ -449,7 +451,7 @@ static void begin_capture(cudaStream_t stream, int mode) {
     CUDA(cudaStreamBeginCapture(stream, (enum cudaStreamCaptureMode)mode));
 }
 
-/* Ends a capture; the graph that can be launched. */
+/* Ends a capture. Returns a graph that can be launched. */
 static cudaGraphExec_t end_capture(cudaStream_t stream) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -481,7 +483,7 @@ static int first_int(cudaStream_t stream, const int *x) {
     return value;
 }
 
-/* What is captured does not run, then runs once for each launch, in the stream's order. */
+/* Captured work does not run; then it runs once for each launch, in the stream's order. */
 TEST(stub_graph, replay) {
     cudaStream_t a = a_stream();
     int *x = device_ints(8), *y = device_ints(8), gate = 0;
@@ -516,14 +518,15 @@ TEST(stub_graph, replay) {
     check_nothing_left();
 }
 
-/* A graph of two streams: the event is an order in every launch, and the second one is free. */
+/* A graph of two streams: the event orders them in every launch, and stream b stays usable
+   meanwhile. */
 TEST(stub_graph, streams_join) {
     cudaStream_t a = a_stream(), b = a_stream(), c = a_stream();
     cudaEvent_t fork = an_event(), joined = an_event();
     int *x = device_ints(1), *y = device_ints(1), gate = 0, other = 0;
     CUDA(cudaMemsetAsync(x, 0, sizeof *x, a));
     CUDA(cudaStreamSynchronize(a));
-    launch(b, NULL, NULL, 0, 0, &other); /* before the capture: no part of it */
+    launch(b, NULL, NULL, 0, 0, &other); /* before the capture: not part of it */
     begin_capture(a, GLOBAL);
     launch(a, x, x, 1, 1, &gate);
     CUDA(cudaEventRecord(fork, a));
@@ -536,15 +539,15 @@ TEST(stub_graph, streams_join) {
     cudaGraphExec_t exec = end_capture(a);
     CHECK(capture_status(b) == cudaStreamCaptureStatusNone);
     CUDA(cudaGraphLaunch(exec, a));
-    CUDA(cudaGraphLaunch(exec, c)); /* behind the launch before */
+    CUDA(cudaGraphLaunch(exec, c)); /* runs after the previous launch */
     check_waits(a);
     check_waits(c);
     open_gate(&gate);
-    CUDA(cudaStreamSynchronize(c)); /* what b did before does not hold it up */
+    CUDA(cudaStreamSynchronize(c)); /* earlier work of b does not delay it */
     CHECK_STATUS(cudaStreamQuery(b), cudaErrorNotReady);
     CHECK_EQ_INT(first_int(c, x), 222);
     CHECK_EQ_INT(first_int(c, y), 122);
-    /* Such an event is of no use outside, until it is recorded there. */
+    /* An event of a capture is not usable outside, until it is recorded there. */
     CHECK_STATUS(cudaEventQuery(fork), cudaErrorCapturedEvent);
     CHECK_STATUS(cudaEventSynchronize(fork), cudaErrorCapturedEvent);
     CHECK_STATUS(cudaStreamWaitEvent(c, fork, 0), cudaErrorCapturedEvent);
@@ -563,7 +566,7 @@ TEST(stub_graph, streams_join) {
     check_nothing_left();
 }
 
-/* A launch that is under way when its graph is destroyed ends as it would. */
+/* A launch that is running when its graph is destroyed completes. */
 TEST(stub_graph, destroy_in_flight) {
     cudaStream_t a = a_stream();
     int *x = device_ints(1), gate = 0;
@@ -579,9 +582,9 @@ TEST(stub_graph, destroy_in_flight) {
     check_nothing_left();
 }
 
-/* What a capture forbids: each does something, with the code it gets and the one of the end. */
+/* Calls that a capture forbids: each returns a code, and the capture ends with a code. */
 typedef struct {
-    cudaStream_t a, b; /* a is captured, by this thread */
+    cudaStream_t a, b; /* this thread captures a */
     cudaEvent_t before, inside, never;
     int *x;
 } scene_of_capture;
@@ -638,10 +641,10 @@ static cudaError_t begin_again(scene_of_capture *s) {
     CHECK_STATUS(cudaStreamBeginCapture(s->a, cudaStreamCaptureModeGlobal), cudaErrorIllegalState);
     CUDA(cudaStreamWaitEvent(s->b, s->inside, 0));
     launch(s->b, s->x, NULL, 1, 1, NULL);
-    return cudaErrorUnknown; /* nothing more: the end finds b */
+    return cudaErrorUnknown; /* no more: the end of the capture finds b */
 }
 
-enum { /* as columns of the table */
+enum { /* columns of the table */
        UNSUPPORTED = cudaErrorStreamCaptureUnsupported,
        INVALIDATED = cudaErrorStreamCaptureInvalidated,
        ISOLATION = cudaErrorStreamCaptureIsolation,
@@ -654,7 +657,7 @@ enum { /* as columns of the table */
 static const struct {
     const char *name;
     cudaError_t (*act)(scene_of_capture *s);
-    int blocking, mode, code, end; /* end 0: the capture goes on */
+    int blocking, mode, code, end; /* end 0: the capture continues */
 } breaches[] = {
     {"alloc", forbidden_alloc, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
     {"pinned", forbidden_pinned, 0, OF_THREAD, UNSUPPORTED, INVALIDATED},
@@ -713,7 +716,7 @@ TEST_P(stub_graph, forbids, breaches, NO(STUB_TSAN)) {
     check_nothing_left();
 }
 
-/* Another thread: what may wait, towards captures of two modes in its own three. */
+/* Another thread: calls that may wait, during captures in two modes, in its own three modes. */
 typedef struct {
     cudaStream_t captured;
     int mode;
@@ -755,7 +758,7 @@ TEST(stub_graph, other_threads) {
     check_nothing_left();
 }
 
-/* Collectives are not captured here. */
+/* The stub cannot capture collectives. */
 TEST(stub_graph, no_collectives) {
     cudaStream_t a = a_stream();
     ncclUniqueId id;
@@ -773,10 +776,10 @@ TEST(stub_graph, no_collectives) {
     check_nothing_left();
 }
 
-/* The race checker sees into graphs: with the order between the two streams, and without. */
+/* The race checker works in graphs: with the order between the two streams, and without. */
 static const struct {
     const char *name;
-    int ignored; /* which wait does nothing */
+    int ignored; /* the wait that has no effect */
 } orders[] = {{"both", 0}, {"no_fork", 1}};
 
 TEST_P(stub_graph, races, orders) {
@@ -786,10 +789,10 @@ TEST_P(stub_graph, races, orders) {
     int *x = device_ints(1), *y = device_ints(1), *z = device_ints(1);
     begin_capture(a, GLOBAL);
     CUDA(cudaEventRecord(start, a));
-    CUDA(cudaStreamWaitEvent(b, start, 0)); /* b is captured */
+    CUDA(cudaStreamWaitEvent(b, start, 0)); /* b is now captured as well */
     launch(a, x, NULL, 1, 1, NULL);
     CUDA(cudaEventRecord(fork, a));
-    launch(a, z, NULL, 1, 1, NULL); /* the record is not the last of its stream */
+    launch(a, z, NULL, 1, 1, NULL); /* the record is not the last operation of its stream */
     stub_ignore_wait(row->ignored);
     CUDA(cudaStreamWaitEvent(b, fork, 0));
     launch(b, y, x, 1, 10, NULL);
@@ -839,7 +842,7 @@ TEST(stub_fail, nth) {
     CHECK_EQ_INT(stub_failed(), 2);
     stub_fail("cudaFree", 1, cudaErrorUnknown);
     CHECK_STATUS(cudaFree(ptr), cudaErrorUnknown);
-    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 0); /* it is freed all the same */
+    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 0); /* the memory is freed despite the error */
 }
 
 TEST(stub_fail, any_and_sticky) {
@@ -856,7 +859,7 @@ TEST(stub_fail, any_and_sticky) {
     CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 0);
     stub_fail_clear();
     CUDA(cudaGetDevice(&device));
-    stub_fail(NULL, 1, cudaErrorUnknown); /* and NCCL says that in its own words */
+    stub_fail(NULL, 1, cudaErrorUnknown); /* NCCL reports its own code for it */
     CHECK_STATUS(ncclGetVersion(&version), ncclUnhandledCudaError);
 }
 
@@ -918,7 +921,7 @@ static void wait_of_before(scene *s) {
     CUDA(cudaStreamWaitEvent(s->b, s->e, 0));
     launch(s->b, s->y, s->x, 64, 1, NULL);
 }
-static void older_event(scene *s) { /* the stream has gone on since */
+static void older_event(scene *s) { /* the stream has later work */
     launch(s->a, s->x, NULL, 64, 1, NULL);
     CUDA(cudaEventRecord(s->e, s->a));
     launch(s->a, s->pinned, NULL, 64, 1, NULL);
@@ -947,7 +950,7 @@ static void host_query(scene *s) {
     CUDA(cudaEventRecord(s->e, s->a));
     CUDA(cudaEventQuery(s->e));
     stub_host_read(s->x, 4);
-    launch(s->b, s->y, s->x, 64, 1, NULL); /* the host knew when it launched */
+    launch(s->b, s->y, s->x, 64, 1, NULL); /* the host knew of it when it launched */
 }
 static void pinned_too_early(scene *s) {
     stub_host_write(s->pinned, 256);
@@ -1022,7 +1025,7 @@ static void *launch_there(void *arg) {
     CUDA(cudaStreamSynchronize(s->a));
     return NULL;
 }
-static void through_thread(scene *s) { /* joining tells this thread what that one knew */
+static void through_thread(scene *s) { /* a join passes on that thread's knowledge */
     pthread_t t;
     CUDA(cudaMemsetAsync(s->x, 0, 4, s->a));
     CHECK(!pthread_create(&t, NULL, launch_there, s));
@@ -1050,7 +1053,7 @@ TEST_P(stub_race, scenes, scenes) {
 
 /* ---- collectives ----------------------------------------------------------------------------- */
 
-static ncclUniqueId *shared_ids; /* of the test, for its ranks */
+static ncclUniqueId *shared_ids; /* shared by the ranks of a test */
 
 static void share_ids(int count) {
     void *at = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -1059,7 +1062,7 @@ static void share_ids(int count) {
     for (int i = 0; i < count; i++) NCCL_OK(ncclGetUniqueId(&shared_ids[i]));
 }
 
-/* Ranks as threads or processes, in either mode of the streams. */
+/* Ranks as threads or processes, with asynchronous streams or synchronous ones. */
 static const struct {
     const char *name;
     int sync;
@@ -1076,7 +1079,7 @@ static const struct {
     int world, threads, sync;
 } pairs[] = {{"processes", 2, 0, 0}, {"threads", 2, 1, 0}, {"sync", 2, 0, 1}},
   quick[] = {{"processes", 3, 0, 0}, {"threads", 3, 1, 0}};
-static int is_sync; /* of this test */
+static int is_sync;
 
 static h_rank_fn as_process;
 static void run_process(int rank, int world, void *arg) {
@@ -1113,7 +1116,7 @@ static const struct {
                   {ncclFloat16, FSDP_F16, 2},
                   {ncclInt64, FSDP_I64, 8}};
 
-/* Element i of a rank: the same everywhere it is computed. Sums of it have to be rounded. */
+/* Returns element i of a rank. Sums of floats need rounding. */
 static double value_of(int rank, size_t i, int type) {
     double x = (double)((i * 7919 + (size_t)rank * 104729) % 2003) - 1000.0;
     return types[type].own == FSDP_I64 ? x : x / 7.0;
@@ -1132,7 +1135,7 @@ static void fill(void *to, int rank, size_t first, size_t count, int type) {
     free(x);
 }
 
-/* What all ranks reduce to, in the order of ranks. */
+/* Computes the reduction over all ranks, in rank order. */
 static void expect_reduced(void *to, int world, size_t first, size_t count, int type,
                            fsdp_redop redop) {
     char *all = (char *)malloc(count * types[type].size * (size_t)world);
@@ -1150,7 +1153,7 @@ typedef struct {
     int rank, world;
     ncclComm_t comm;
     cudaStream_t stream;
-    char *src, *dst, *want; /* device, device, host; each of `room` bytes for each rank */
+    char *src, *dst, *want; /* device, device, host; each has `room` bytes per rank */
     size_t room;
 } player;
 
@@ -1214,7 +1217,7 @@ static void play_others(player *p, size_t n, int type) {
     for (int k = 0; k < p->world; k++)
         fill(p->want + (size_t)k * one, k, (size_t)p->rank * n, n, type);
     check_dst(p, p->dst, one * (size_t)p->world);
-    NCCL_OK(ncclGroupStart()); /* a ring; with one rank to itself */
+    NCCL_OK(ncclGroupStart()); /* a ring; one rank sends to itself */
     NCCL_OK(ncclSend(p->src, n, types[type].nccl, next, p->comm, p->stream));
     NCCL_OK(ncclRecv(p->dst, n, types[type].nccl, before, p->comm, p->stream));
     NCCL_OK(ncclGroupEnd());
@@ -1223,7 +1226,7 @@ static void play_others(player *p, size_t n, int type) {
 }
 
 static void collectives(int rank, int world, void *arg) {
-    static const size_t counts[] = {1, 3, 1000, 40000}; /* the last in several turns */
+    static const size_t counts[] = {1, 3, 1000, 40000}; /* the last in several chunks */
     void *ptr;
     player p;
     (void)arg;
@@ -1239,7 +1242,8 @@ static void collectives(int rank, int world, void *arg) {
     p.want = (char *)malloc(p.room * (size_t)world);
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
         for (int type = 0; type < TYPES; type++) {
-            if (counts[c] > 1000 && types[type].own != FSDP_F64) continue; /* these take long */
+            /* the other types take long */
+            if (counts[c] > 1000 && types[type].own != FSDP_F64) continue;
             for (int in_place = 0; in_place < 2; in_place++) {
                 play_gather(&p, counts[c], type, in_place);
                 play_scatter(&p, counts[c], type, in_place);
@@ -1255,7 +1259,7 @@ static void collectives(int rank, int world, void *arg) {
 }
 TEST_P(stub_nccl, collectives, teams, row->world > 3 ? MANY_RANKS : 0) { RUN_TEAM(collectives); }
 
-/* Colors by parity, keys backwards; the last rank of more than two is in no group. */
+/* Colors by parity, keys in reverse; with more than two ranks, the last is in no group. */
 static void splits(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0), child, again;
     int left_out = world > 2 && rank == world - 1, members = 0, behind = 0, size, mine;
@@ -1272,7 +1276,7 @@ static void splits(int rank, int world, void *arg) {
         NCCL_OK(ncclCommUserRank(child, &mine));
         CHECK_EQ_INT(size, members);
         CHECK_EQ_INT(mine, behind);
-        NCCL_OK(ncclCommSplit(child, 0, 0, &again, NULL)); /* equal keys: as they were */
+        NCCL_OK(ncclCommSplit(child, 0, 0, &again, NULL)); /* equal keys keep the order */
         NCCL_OK(ncclCommUserRank(again, &size));
         CHECK_EQ_INT(size, mine);
         NCCL_OK(ncclCommDestroy(again));
@@ -1283,8 +1287,8 @@ static void splits(int rank, int world, void *arg) {
 }
 TEST_P(stub_nccl, split, teams, row->world > 3 ? MANY_RANKS : 0) { RUN_TEAM(splits); }
 
-/* Nothing of a group is launched before its end; its streams wait for each other there, and
-   operations of one comm keep their order on any stream. */
+/* Operations of a group launch at its end only, where its streams wait for each other; operations
+   of one comm keep their order on any stream. */
 static void groups(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0);
     cudaStream_t a = a_stream(), b = a_stream();
@@ -1298,7 +1302,7 @@ static void groups(int rank, int world, void *arg) {
     NCCL_OK(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, comm, b));
     NCCL_OK(ncclAllReduce(x + 1, x + 1, 0, ncclInt32, ncclSum, comm, b));
     NCCL_OK(ncclGroupEnd());
-    launch(b, x + 1, NULL, 1, 10, NULL); /* before what was called first */
+    launch(b, x + 1, NULL, 1, 10, NULL); /* runs before the collectives, which were called first */
     if (!is_sync) launch(a, NULL, NULL, 0, 0, &gate);
     NCCL_OK(ncclGroupEnd());
     if (!is_sync) check_waits(b);
@@ -1312,7 +1316,7 @@ static void groups(int rank, int world, void *arg) {
     NCCL_OK(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, comm, b));
     if (!is_sync) check_waits(b);
     open_gate(&gate);
-    NCCL_OK(ncclGroupStart()); /* one wrong call: none is launched */
+    NCCL_OK(ncclGroupStart()); /* one invalid call: none is launched */
     NCCL_OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, a));
     CHECK_STATUS(ncclBroadcast(x, x, 1, ncclInt32, world, comm, a), ncclInvalidArgument);
     CHECK_STATUS(ncclGroupEnd(), ncclInvalidArgument);
@@ -1324,7 +1328,7 @@ static void groups(int rank, int world, void *arg) {
 }
 TEST_P(stub_nccl, groups, teams, row->world > 3 ? MANY_RANKS : 0) { RUN_TEAM(groups); }
 
-/* Ranks that one thread drives, each on its device. */
+/* One thread drives all ranks, each on its device. */
 TEST_P(stub_nccl, one_thread, modes) {
     ncclComm_t comms[3];
     int *x[3], out;
@@ -1356,7 +1360,7 @@ TEST_P(stub_nccl, one_thread, modes) {
     check_nothing_left();
 }
 
-/* ---- what is wrong with a call --------------------------------------------------------------- */
+/* ---- invalid calls --------------------------------------------------------------------------- */
 
 static ncclComm_t alone(void) {
     share_ids(1);
@@ -1377,11 +1381,13 @@ TEST(stub_nccl, arguments) {
     CHECK_STATUS(ncclAllReduce(x, x, 4, ncclFloat, ncclNumOps, comm, NULL), ncclInvalidArgument);
     CHECK_STATUS(ncclSend(x, 4, ncclFloat, 1, comm, NULL), ncclInvalidArgument);
     NCCL_OK(ncclAllReduce(pinned, pinned, 4, ncclFloat, ncclSum, comm, NULL));
-    NCCL_OK(ncclAllReduce(foreign, foreign, 0, ncclFloat, ncclSum, comm, NULL)); /* dropped */
+    /* empty, so dropped */
+    NCCL_OK(ncclAllReduce(foreign, foreign, 0, ncclFloat, ncclSum, comm, NULL));
     CHECK_STATUS(ncclCommInitRank(&other, 2, shared_ids[0], 2), ncclInvalidArgument);
     config.magic = 0;
     CHECK_STATUS(ncclCommInitRankConfig(&other, 1, shared_ids[0], 0, &config), ncclInvalidArgument);
-    CHECK_STATUS(ncclCommInitRank(&other, 1, shared_ids[0], 0), ncclInvalidUsage); /* id used */
+    /* the id is used */
+    CHECK_STATUS(ncclCommInitRank(&other, 1, shared_ids[0], 0), ncclInvalidUsage);
     CHECK(!other);
     CUDA(cudaSetDevice(1));
     cudaStream_t elsewhere = a_stream();
@@ -1420,7 +1426,7 @@ static void freed_while_registered(void) {
     NCCL_OK(ncclMemFree(ptr));
 }
 
-/* Two ranks of what seems to be one host on one GPU are refused; the others lose them. */
+/* Two ranks that share a GPU and seem to share a host are refused; the others lose them. */
 static const struct {
     const char *name, *host;
     int threads, devices, version, same;
@@ -1454,8 +1460,8 @@ TEST_P(stub_nccl, one_gpu, sharing) {
     check_nothing_left();
 }
 
-/* Two communicators that have no room beside each other, and begin in another order on each rank:
-   they wait for ever, unless NCCL begins them in the order of issue. */
+/* Two communicators do not fit at the same time, and each rank starts them in another order: they
+   hang, unless NCCL starts them in the order of issue. */
 static const struct {
     const char *name, *order;
     int sms, version, ends, keeps; /* keeps: the order of issue */
@@ -1475,7 +1481,7 @@ static void crosses(int rank, int world, void *arg) {
     if (rank == 0) launch(s, NULL, NULL, 0, 0, &gate);
     NCCL_OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, a, s));
     h_mark(0);
-    h_await_marks(0, 2); /* rank 1 has begun it, or will: it issues nothing before */
+    h_await_marks(0, 2); /* before this, rank 1 issues nothing */
     if (rank == 1) await_begun(rank, 1); /* the first one */
     NCCL_OK(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, b, t));
     if (rank == 0 && !room_orders[row].keeps) await_begun(rank, 2); /* the second one */
@@ -1505,7 +1511,7 @@ TEST_P(stub_nccl, room, room_orders) {
     h_ranks_proc(2, crosses, (void *)(uintptr_t)(row - room_orders));
 }
 
-/* With CUDA_LAUNCH_BLOCKING the end of a group waits for peers; an abort ends it. */
+/* With CUDA_LAUNCH_BLOCKING the end of a group waits for peers; an abort ends the wait. */
 static void *abort_soon(void *comm) {
     usleep(100000);
     NCCL_OK(ncclCommAbort((ncclComm_t)comm));
@@ -1573,7 +1579,7 @@ TEST(stub_nccl, registered_memory) {
     CHECK(aborts(freed_while_registered));
 }
 
-/* Offsets that differ between ranks, and a comm that is used then. */
+/* Offsets that differ between ranks, and a comm that uses them. */
 static void registers_apart(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0);
     void *ptr, *handle;
@@ -1615,11 +1621,11 @@ static void *abort_later(void *arg) {
     return NULL;
 }
 
-/* A peer that never comes is not noticed. An abort ends what hangs on this rank,
-   and on no other. */
+/* A missing peer is not noticed. An abort ends operations that hang on this rank, and on no other
+   rank. */
 static void lone_abort(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0);
-    killer k = {comm, 200}; /* long after the call has begun, on a busy machine too */
+    killer k = {comm, 200}; /* ms: long after the call has begun, even on a busy machine */
     pthread_t t;
     int *x = device_ints(4);
     ncclResult_t async;
@@ -1633,7 +1639,7 @@ static void lone_abort(int rank, int world, void *arg) {
         next_turn();
         await_turn(2);
     } else {
-        await_turn(1); /* that one has gone; this one does not learn of it */
+        await_turn(1); /* rank 0 has gone; this rank does not notice */
         int64_t start = h_now_ms();
         CHECK(!pthread_create(&t, NULL, abort_later, &k));
         NCCL_OK(ncclCommGetAsyncError(comm, &async));
@@ -1691,14 +1697,14 @@ static void disagree(int rank, int world, void *arg) {
     NCCL_OK(ncclAllReduce(x, x, (size_t)rank + 1, ncclInt32, ncclSum, comm, NULL));
     check_waits(NULL);
     NCCL_OK(ncclCommAbort(comm));
-    CUDA(cudaFree(x)); /* waits, and can */
+    CUDA(cudaFree(x)); /* waits, and ends */
 }
 TEST_P(stub_nccl, disagree, quick) {
     make_turn();
     RUN_TEAM(disagree);
 }
 
-/* Destroy waits for the peers, and the operations before it. */
+/* Destroy waits for the peers, and for the operations before it. */
 static void destroys(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0);
     int gate = 0;
@@ -1720,7 +1726,7 @@ TEST_P(stub_nccl, destroy_waits, pairs) {
     RUN_TEAM(destroys);
 }
 
-/* The rank that comes second is refused, whichever it is. The first waits until it aborts. */
+/* The second rank to arrive is refused, whichever it is. The first one waits until it aborts. */
 static void versions_differ(int rank, int world, void *arg) {
     ncclComm_t comm = NULL;
     ncclResult_t state = ncclInProgress;
@@ -1781,7 +1787,7 @@ static void in_progress(int rank, int world, void *arg) {
     CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s), ncclInProgress);
     CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s), ncclInvalidArgument);
     CUDA(cudaMemcpyAsync(&out, x, sizeof out, cudaMemcpyDeviceToHost, s));
-    CHECK_EQ_INT(out, 1); /* it was not launched yet */
+    CHECK_EQ_INT(out, 1); /* not launched yet */
     poll_comm(comm, 3);
     CUDA(cudaMemcpyAsync(&out, x, sizeof out, cudaMemcpyDeviceToHost, s));
     CHECK_EQ_INT(out, world);
@@ -1806,13 +1812,14 @@ TEST_P(stub_nccl, in_progress, pairs) {
 
 static const struct {
     const char *name;
-    int before, after, joined, races; /* waits; the second stream is in the group */
+    /* waits before and after; joined: the second stream is part of the group */
+    int before, after, joined, races;
 } joints[] = {{"waits", 1, 1, 0, 0},
               {"not_before", 0, 1, 0, 1},
               {"not_after", 1, 0, 0, 1},
               {"group", 0, 0, 1, 0}};
 
-/* A kernel of stream b fills what a collective on stream a sums, and reads the result. */
+/* A kernel of stream b writes the input of a collective on stream a, and reads the result. */
 TEST_P(stub_race, collective, joints) {
     scene s;
     stub_checks(1);
@@ -1840,7 +1847,7 @@ TEST_P(stub_race, collective, joints) {
     NCCL_OK(ncclCommDestroy(comm));
 }
 
-/* One comm on two streams: its operations are ordered, what is around them is not. */
+/* One comm on two streams: its operations are ordered, the work around them is not. */
 TEST(stub_race, one_comm) {
     scene s;
     stub_checks(1);
@@ -1856,7 +1863,7 @@ TEST(stub_race, one_comm) {
     NCCL_OK(ncclCommDestroy(comm));
 }
 
-/* In place, a gather leaves a rank's own part alone: it may be read meanwhile. */
+/* An in-place gather does not write a rank's own part, which may be read meanwhile. */
 static void own_part(int rank, int world, void *arg) {
     (void)arg;
     stub_checks(1);

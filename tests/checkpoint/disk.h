@@ -1,14 +1,14 @@
-/* disk.h - files for tests of checkpoints: a disk in memory that knows what a power cut leaves of
-   it, and file calls that fail, come short, wait or kill when they are told to.
+/* disk.h - files for tests of checkpoints: a disk in memory that models a power cut, and file calls
+   that fail, come short, wait or kill on demand.
 
        disk *d = disk_new();
        shake s;
        shake_init(&s, &disk_ops, d, rank);      // desc.files = &shake_ops, desc.files_user = &s
        shake_arm(&s, 3, SHAKE_ERROR, EIO);      // call number 3 from now on
 
-   A disk keeps a log of what was done to it. Data is durable behind a sync of its file, a name
-   behind a sync of its directory. A cut behind any entry of the log leaves what is durable, and of
-   the rest any part: of data each 512 bytes alone. Include it after lab.h.
+   A disk logs what was done to it. Data is durable once its file has been synced, a name once its
+   directory has. A cut after any entry of the log leaves the durable effects and any part of the
+   others: for data, each block of 512 bytes separately. Include it after lab.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef DISK_H
@@ -19,7 +19,7 @@
 
 enum { DISK_NAME = 96, DISK_SECTOR = 512 };
 enum { DISK_ADD, DISK_WRITE, DISK_SYNC, DISK_RENAME, DISK_REMOVE, DISK_MARK };
-enum { /* syncs, by what they are for */
+enum { /* kinds of syncs, by their purpose */
        DISK_OF_DATA = 1,
        DISK_OF_MANIFEST = 2,
        DISK_OF_TEMPORARY = 4, /* directory of a save */
@@ -41,7 +41,7 @@ typedef struct disk_node { /* a file or a directory; node 0 is the root */
 } disk_node;
 
 typedef struct disk_record {
-    int kind, node, dir; /* dir: where the name is; node: of a mark its number */
+    int kind, node, dir; /* dir: directory of the name; node: for a mark, its number */
     char name[DISK_NAME], to[DISK_NAME];
     int64_t at, nbytes;
     unsigned char *data;
@@ -51,10 +51,10 @@ typedef struct disk {
     pthread_mutex_t lock;
     disk_node *nodes;
     disk_record *log;
-    int num_nodes, num_log, quiet; /* quiet: nothing is recorded */
+    int num_nodes, num_log, quiet; /* quiet: nothing is logged */
 } disk;
 
-H_FN void *disk_grow(void *list, int num, size_t size) { /* room for one more */
+H_FN void *disk_grow(void *list, int num, size_t size) { /* grows a list by doubling */
     if (num & (num - 1)) return list;
     list = realloc(list, (size_t)(num ? 2 * num : 1) * size);
     CHECK(list != NULL);
@@ -81,7 +81,7 @@ H_FN void disk_free(disk *d) {
     for (int i = 0; i < d->num_log; i++) free(d->log[i].data);
     free(d->nodes), free(d->log), free(d);
 }
-/* The same files without the log. */
+/* Copies the files without the log. */
 H_FN disk *disk_copy(const disk *from) {
     disk *d = disk_new();
     for (int i = 0; i < from->num_nodes; i++) {
@@ -112,14 +112,14 @@ H_FN disk_record *disk_note(disk *d, int kind, int node, int dir, const char *na
     snprintf(r->name, sizeof r->name, "%s", name ? name : "");
     return r;
 }
-/* A place in the log that the test knows by its number. */
+/* Adds a numbered mark to the log. */
 H_FN void disk_mark(disk *d, int number) {
     pthread_mutex_lock(&d->lock);
     disk_note(d, DISK_MARK, number, 0, NULL);
     pthread_mutex_unlock(&d->lock);
 }
 
-/* Index of a name in a directory; -1: none. */
+/* Returns the index of a name in a directory, or -1. */
 H_FN int disk_index(const disk *d, int dir, const char *name) {
     for (int i = 0; i < d->nodes[dir].num; i++)
         if (!strcmp(d->nodes[dir].entries[i].name, name)) return i;
@@ -152,7 +152,7 @@ H_FN void disk_put_bytes(disk_node *x, int64_t at, const unsigned char *from, in
     if (from && nbytes) memcpy(x->data + at, from, (size_t)nbytes);
 }
 
-/* The node at a path, and where its last name is. Returns 0 or an errno value. */
+/* Finds the node at a path, and its last directory and name. Returns 0 or an errno value. */
 H_FN int disk_walk(const disk *d, const char *path, int *dir, char leaf[DISK_NAME], int *node) {
     *node = 0, *dir = 0, leaf[0] = 0;
     for (const char *c = path; *c;) {
@@ -184,7 +184,8 @@ H_FN int disk_make(disk *d, const char *path, int is_dir, int *node) {
     if (!error) return EEXIST;
     if (error != ENOENT || !leaf[0]) return error;
     const char *last = strrchr(path, '/');
-    if (strcmp(last ? last + 1 : path, leaf) != 0) return ENOENT; /* a directory before it */
+    /* a directory of the path is missing */
+    if (strcmp(last ? last + 1 : path, leaf) != 0) return ENOENT;
     *node = disk_add_node(d, is_dir,
                           !is_dir ? strcmp(leaf, "manifest.json") ? DISK_OF_DATA : DISK_OF_MANIFEST
                           : leaf[0] == '.' ? DISK_OF_TEMPORARY
@@ -253,7 +254,7 @@ H_FN int disk_sync_dir(void *user, const char *path) {
     if (node >= 0) disk_note(d, DISK_SYNC, node, 0, NULL);
     return disk_unlock(d, node < 0 ? ENOENT : 0);
 }
-H_FN int disk_rename(void *user, const char *from, const char *to) { /* in one directory */
+H_FN int disk_rename(void *user, const char *from, const char *to) { /* within one directory */
     int dir = 0, node = -1, to_dir = 0, there = -1;
     char leaf[DISK_NAME], to_leaf[DISK_NAME];
     disk *d = disk_lock(user);
@@ -299,14 +300,14 @@ static const fsdp_file_ops disk_ops __attribute__((unused)) = {
     1,          sizeof(fsdp_file_ops), disk_open,     disk_read,   disk_write,  disk_sync,
     disk_close, disk_make_dir,         disk_sync_dir, disk_rename, disk_remove, disk_list};
 
-/* How many names of a directory begin so. */
+/* Returns how many names in a directory have this prefix. */
 H_FN int disk_count(const disk *d, const char *path, const char *prefix) {
     int node = disk_node_at(d, path), count = 0;
     for (int i = 0; node >= 0 && i < d->nodes[node].num; i++)
         count += !strncmp(d->nodes[node].entries[i].name, prefix, strlen(prefix));
     return count;
 }
-/* Of all that a reader looks at: names that begin with a dot are left out. */
+/* Returns a hash of everything that a reader sees: names that begin with a dot are skipped. */
 H_FN uint64_t disk_hash(const disk *d, int node) {
     const disk_node *x = &d->nodes[node];
     uint64_t hash = (uint64_t)x->is_dir + 1, sum = 0;
@@ -318,15 +319,15 @@ H_FN uint64_t disk_hash(const disk *d, int node) {
         uint64_t one = disk_hash(d, x->entries[i].node);
         if (x->entries[i].name[0] == '.') continue;
         lab_fold(&one, x->entries[i].name, strlen(x->entries[i].name));
-        sum += one; /* in any order */
+        sum += one; /* independent of the order */
     }
     return hash * 31 + sum;
 }
 
 /* ---- a power cut ----------------------------------------------------------------------------- */
 
-/* Is entry i of the log durable when the power goes behind the first `upto`? lost: syncs that do
-   nothing. */
+/* Returns 1 if entry i of the log is durable when the power is cut after the first `upto` entries.
+   lost: syncs that have no effect. */
 H_FN int disk_is_durable(const disk *d, int i, int upto, int lost) {
     const disk_record *r = &d->log[i];
     int node = r->kind == DISK_WRITE ? r->node : r->dir;
@@ -338,7 +339,8 @@ H_FN int disk_is_durable(const disk *d, int i, int upto, int lost) {
 H_FN int disk_is_effect(const disk_record *r) {
     return r->kind != DISK_SYNC && r->kind != DISK_MARK;
 }
-/* Parts of an entry that a cut may leave alone: a write has its sectors, and the size. */
+/* Returns the number of parts of an entry that a cut may leave: a write has its sectors, and the
+   size. */
 H_FN int disk_parts(const disk_record *r) {
     if (r->kind != DISK_WRITE) return 1;
     return (int)((r->at + r->nbytes - 1) / DISK_SECTOR - r->at / DISK_SECTOR) + 2;
@@ -360,7 +362,7 @@ H_FN void disk_apply_part(disk *d, const disk_record *r, int part) {
     }
     if (r->kind != DISK_WRITE) return;
     int64_t begin = (r->at / DISK_SECTOR + part) * DISK_SECTOR, end = begin + DISK_SECTOR;
-    if (part == disk_parts(r) - 1) { /* the size is known, the data is not there */
+    if (part == disk_parts(r) - 1) { /* the size is new, the data is missing */
         disk_put_bytes(&d->nodes[r->node], r->at + r->nbytes, NULL, 0);
         return;
     }
@@ -369,7 +371,7 @@ H_FN void disk_apply_part(disk *d, const disk_record *r, int part) {
     disk_put_bytes(&d->nodes[r->node], begin, r->data + (begin - r->at), end - begin);
 }
 
-/* The disk behind a cut: what is durable, and of the other effects those that are chosen. */
+/* Returns the disk after a cut: the durable effects, and those that are chosen among the others. */
 H_FN disk *disk_cut(const disk *from, int upto, int lost, const unsigned char *chosen) {
     disk *d = disk_new();
     int effect = 0;
@@ -390,14 +392,14 @@ H_FN disk *disk_cut(const disk *from, int upto, int lost, const unsigned char *c
 
 enum {
     SHAKE_NONE,
-    SHAKE_ERROR, /* this call */
-    SHAKE_DEAD,  /* and all behind it */
+    SHAKE_ERROR, /* this call fails */
+    SHAKE_DEAD,  /* this call and all later ones fail */
     SHAKE_SHORT_1,
     SHAKE_SHORT_HALF,
     SHAKE_SHORT_ALL_BUT_1,
     SHAKE_ZERO, /* nothing is read or written */
-    SHAKE_WAIT, /* event() first, then the call */
-    SHAKE_HANG, /* event(), and no call: error */
+    SHAKE_WAIT, /* event(), then the call */
+    SHAKE_HANG, /* event() and an error, without the call */
     SHAKE_AFTER /* the call, then event() */
 };
 
@@ -406,13 +408,13 @@ struct shake {
     const fsdp_file_ops *real;
     void *user;
     int rank, calls, at, kind, error;
-    int fired;     /* 1: the fault has happened; 2: such a fault cannot happen to this call */
-    int committed; /* a checkpoint had got its name before */
-    int files;     /* that are open */
+    int fired;     /* 1: the fault has happened; 2: this call cannot have such a fault */
+    int committed; /* a checkpoint had been renamed before */
+    int files;     /* open files */
     char call[40], path[FSDP_CHECKPOINT_PATH];
     void (*event)(shake *s);
     void *arg;
-    struct shake_file *open; /* a list, so that leak checkers know those that a hang leaves */
+    struct shake_file *open; /* a list, so that leak checkers find files that a hang leaves open */
 };
 typedef struct shake_file {
     struct shake_file *next;
@@ -424,7 +426,7 @@ H_FN void shake_init(shake *s, const fsdp_file_ops *real, void *user, int rank) 
     memset(s, 0, sizeof *s);
     s->real = real, s->user = user, s->rank = rank, s->at = -1;
 }
-/* Call number `at` from now on. */
+/* Sets a fault for call number `at` from now on. */
 H_FN void shake_arm(shake *s, int at, int kind, int error) {
     s->calls = 0, s->kind = kind, s->error = error;
     s->fired = s->committed = 0;
@@ -433,7 +435,7 @@ H_FN void shake_arm(shake *s, int at, int kind, int error) {
 }
 H_FN void shake_off(shake *s) { s->at = -1; }
 
-/* What happens to this call: SHAKE_NONE, or the kind. */
+/* Returns the fault of this call: SHAKE_NONE or a kind. */
 H_FN int shake_now(shake *s, const char *call, const char *path, int may_be_short) {
     int number = s->calls++;
     if (s->at < 0 || number < s->at || (number > s->at && s->kind != SHAKE_DEAD)) return 0;
@@ -447,7 +449,7 @@ H_FN int shake_now(shake *s, const char *call, const char *path, int may_be_shor
     if (s->kind == SHAKE_WAIT || s->kind == SHAKE_HANG) s->event(s);
     return s->kind;
 }
-/* Does the call fail by the fault alone? */
+/* Returns 1 if the fault itself makes the call fail. */
 H_FN int shake_fails(int kind) {
     return kind == SHAKE_ERROR || kind == SHAKE_DEAD || kind == SHAKE_HANG;
 }
@@ -503,7 +505,7 @@ H_FN int shake_sync(void *user, void *file) {
     if (shake_fails(kind)) return s->error;
     return shake_end(s, kind, s->real->sync(s->user, f->real));
 }
-H_FN int shake_close(void *user, void *file) { /* the file is closed, also if that fails */
+H_FN int shake_close(void *user, void *file) { /* the file is closed even if the call fails */
     shake *s = (shake *)user;
     shake_file *f = (shake_file *)file;
     int kind = shake_now(s, "close", f->path, 0);
@@ -552,7 +554,7 @@ static const fsdp_file_ops shake_ops __attribute__((unused)) = {
     1,           sizeof(fsdp_file_ops), shake_open,     shake_read,   shake_write,  shake_sync,
     shake_close, shake_make_dir,        shake_sync_dir, shake_rename, shake_remove, shake_list};
 
-/* ---- the system's files ---------------------------------------------------------------------- */
+/* ---- files of the system --------------------------------------------------------------------- */
 
 H_FN int system_open(void *user, const char *path, int create, void **file, int64_t *nbytes) {
     struct stat st;

@@ -3,16 +3,17 @@
 
        clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
            tests/checkpoint/fuzz_checkpoint.c tests/library.c -o build/fuzz_checkpoint -pthread -lm
-       FSDP_FUZZ_SEEDS=build/seeds build/fuzz_checkpoint -runs=0      # writes the golden example there
+       FSDP_FUZZ_SEEDS=build/seeds build/fuzz_checkpoint -runs=0      # writes the golden example
+   there
        build/fuzz_checkpoint -max_len=8192 -max_total_time=600 build/seeds
 
-   An input is what it is (1 byte), how it is loaded (1 byte, FUZZ_*) and its rest. 1: a manifest
-   beside the data files of the golden example. 2: an index beside a file of whole tensors. 3: files,
-   of each a name (1 byte, see fuzz_leaves), two bytes of its length, and its bytes. With FUZZ_SIGN a
-   manifest gets the checksum that it needs. Whatever is there, the load ends with a status of its
-   list, the same one a second time, without more memory than 8 times the input, and the world goes
-   on. tests/checkpoint/test_checkpoint_faults.c includes this file and runs mutations of the example from a
-   seed.
+   An input has a kind (1 byte), a way to load it (1 byte, FUZZ_*) and the rest. Kind 1: a manifest
+   next to the data files of the golden example. 2: an index next to a file of full tensors. 3:
+   files, each with a name (1 byte, see fuzz_leaves), two bytes of length, and its bytes. With
+   FUZZ_SIGN a manifest gets a valid checksum. Whatever the input is, the load ends with a status of
+   its list, the same status a second time, without more memory than 8 times the input, and the
+   world still works. tests/checkpoint/test_checkpoint_faults.c includes this file and runs
+   mutations of the example from a seed.
 
    SPDX-License-Identifier: MIT */
 #ifndef HARNESS_H
@@ -53,7 +54,7 @@ static const char *const fuzz_leaves[] = {"manifest.json",
                                           "model.safetensors",
                                           ".metadata",
                                           "x.safetensors"};
-enum { FUZZ_LEAVES = 7, FUZZ_ROOM = 7 << 20 }; /* room: what a load takes for reading */
+enum { FUZZ_LEAVES = 7, FUZZ_ROOM = 7 << 20 }; /* ROOM: memory that a load uses for reading */
 
 static struct {
     fsdp_world *w;
@@ -95,7 +96,7 @@ static uint8_t *fuzz_read_file(const char *leaf, size_t *size) {
     fclose(f);
     return data;
 }
-/* A file as Hugging Face has it, with whole tensors. */
+/* Makes a file like Hugging Face's, with full tensors. */
 static void fuzz_make_whole(void) {
     fsdp_safetensors_entry e[2];
     memset(e, 0, sizeof e);
@@ -109,7 +110,7 @@ static void fuzz_make_whole(void) {
     fuzz.whole[0] = (uint8_t)n;
     fuzz.whole_size = 8 + (size_t)n + 28;
 }
-/* The model of the golden example on one rank. */
+/* Makes the model of the golden example on one rank. */
 static void fuzz_begin(void) {
     fsdp_world_desc wd = FSDP_ZERO;
     fsdp_model *model = NULL;
@@ -142,7 +143,7 @@ static void fuzz_put(const char *leaf, const uint8_t *data, size_t size, int sig
     void *file;
     int64_t done;
     snprintf(path, sizeof path, "run/%s", leaf);
-    if (disk_open(fuzz.d, path, 1, &file, &done)) return; /* a name twice: the first one stays */
+    if (disk_open(fuzz.d, path, 1, &file, &done)) return; /* for equal names the first counts */
     size_t body = sign && size >= 23 ? size - 23 : size;
     (void)disk_write(fuzz.d, file, data, (int64_t)body, 0, &done);
     if (body == size) return;
@@ -230,7 +231,7 @@ static void fuzz_seeds(fuzz_each *each, void *arg) {
         n += 3 + fuzz.sizes[i];
     }
     each("directory", in, n, arg);
-    size_t first = 2 + 3 + fuzz.sizes[0]; /* without a manifest: as a directory of others */
+    size_t first = 2 + 3 + fuzz.sizes[0]; /* without a manifest: like other directories */
     memmove(in + 2, in + first, n - first);
     in[1] = 0;
     each("data_files", in, n - first + 2, arg);

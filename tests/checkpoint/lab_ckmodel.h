@@ -1,6 +1,6 @@
-/* lab_ckmodel.h - models for tests of checkpoints: a net of parameters, made on any mesh, whose
-   elements are any bits that follow from a seed, a name and the index in the whole tensor. So each
-   rank of each mesh knows what it has to hold. And file calls that count, wait and fail.
+/* lab_ckmodel.h - models for tests of checkpoints: a net of parameters on any mesh, whose elements
+   have arbitrary bits that follow from a seed, a name and the index in the full tensor. So each
+   rank of each mesh knows its expected contents. Also file calls that count, wait and fail.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_CKMODEL_H
@@ -15,22 +15,22 @@ typedef struct ck_param {
     fsdp_dtype dtype;
     int ndim;
     int64_t shape[3];
-    int shard_dim, frozen, tp; /* tp: 1 + the dim that tensor parallelism cuts; 0: none */
+    int shard_dim, frozen, tp; /* tp: 1 + the dim that tensor parallelism shards; 0: none */
 } ck_param;
 
 typedef struct ck_net {
-    const ck_param *params; /* those of a unit are neighbours */
+    const ck_param *params; /* parameters of a unit are adjacent */
     int count;
 } ck_net;
 
-/* How ranks hold it. MIXED: the first unit on replicas of shards, the others on all ranks. */
+/* Distribution over ranks. MIXED: the first unit on replicas of shards, the others on all ranks. */
 enum { CK_FSDP, CK_HSDP, CK_DDP, CK_MIXED, CK_TP, CK_BUCKETS, CK_HSDP_TP };
 enum { CK_NONE, CK_ADAMW, CK_SGD, CK_MOMENTUM };
 
 typedef struct ck_layout {
     const char *name;
-    int size, kind, a, b; /* a times b: replicas and shards, or dp and tp; HSDP_TP: see there */
-    int64_t cap;          /* BUCKETS: bytes of each */
+    int size, kind, a, b; /* a times b: replicas and shards, or dp and tp; HSDP_TP: see ck_make */
+    int64_t cap;          /* BUCKETS: bytes of each bucket */
     int optim, scaler, averages, offload, gather, lanes, processes;
 } ck_layout;
 
@@ -47,7 +47,7 @@ typedef struct ck_model {
     fsdp_sgd *sgd;
     fsdp_grad_scaler *scaler;
     fsdp_checkpoint *ck;
-    float *average[CK_PARAMS]; /* of an extension, host memory */
+    float *average[CK_PARAMS]; /* states of an extension, in host memory */
     int64_t numel[CK_PARAMS];
     int32_t numbers[CK_NUMBERS];
     int16_t count;
@@ -55,7 +55,7 @@ typedef struct ck_model {
     fsdp_checkpoint_blob blobs[2];
 } ck_model;
 
-/* ---- a gather extension: the shard as it is, in two strings ---------------------------------- */
+/* ---- a gather extension: the shard unchanged, in two tensors --------------------------------- */
 
 H_FN int ck_gather_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
     (void)user;
@@ -81,7 +81,7 @@ static const fsdp_gather_extension ck_gather
 
 /* ---- an extension with states of its own ----------------------------------------------------- */
 
-/* An average of each floating parameter; a table and a number that all ranks have. */
+/* An average of each floating parameter; a table and a number that are equal on all ranks. */
 H_FN fsdp_status ck_average_item(void *user, fsdp_model *model, int index, fsdp_state_item *item) {
     ck_model *m = (ck_model *)user;
     int of = 0;
@@ -123,7 +123,7 @@ H_FN void ck_average_begin(ck_model *m) {
 
 H_FN const ck_param *ck_row(const fsdp_param_view *v) { return (const ck_param *)v->user; }
 
-/* Descs of a unit (negative: of all), with names that are whole if `whole`. */
+/* Fills in the descs of a unit (negative: of all), with full names if `whole`. */
 H_FN int ck_descs(const ck_model *m, int unit, fsdp_param_desc *out, char (*whole)[32]) {
     int count = 0;
     for (int p = 0; p < m->net->count; p++) {
@@ -217,7 +217,7 @@ H_FN void ck_optimizers(ck_model *m) {
     if (m->at->averages) ck_average_begin(m);
 }
 
-/* A view as it lies in the whole tensor. */
+/* Returns a view with its place in the full tensor. */
 H_FN fsdp_param_view ck_whole(const ck_model *m, const fsdp_param_view *v) {
     fsdp_param_view out = *v;
     if (m->dm) CALL(m->w, fsdp_tp_view(m->dm, v, &out));
@@ -257,16 +257,16 @@ H_FN void ck_end(ck_model *m) {
     for (int p = 0; p < CK_PARAMS; p++) free(m->average[p]);
 }
 
-/* ---- what they hold -------------------------------------------------------------------------- */
+/* ---- contents -------------------------------------------------------------------------------- */
 
 enum { CK_FILL, CK_CHECK, CK_DIGEST, CK_BYTES };
 
 typedef struct ck_visit {
     int what;
     uint64_t seed;
-    int64_t step;    /* CHECK: of states that have one; -1: by the seed */
+    int64_t step;    /* CHECK: expected step of states; -1: by the seed */
     uint64_t digest; /* DIGEST */
-    int64_t bytes;   /* BYTES: of files, that this rank wants */
+    int64_t bytes;   /* BYTES: of files, that this rank needs */
 } ck_visit;
 
 H_FN uint64_t ck_name_hash(const char *name) {
@@ -275,7 +275,8 @@ H_FN uint64_t ck_name_hash(const char *name) {
     return h;
 }
 
-/* An array of this rank; v NULL: it is the same on all ranks. Else element k is the one of the view. */
+/* Visits an array of this rank. v NULL: it is equal on all ranks; otherwise element k is the
+   view's. */
 H_FN void ck_array(const ck_model *m, ck_visit *t, const char *name, fsdp_dtype dtype, int memory,
                    void *data, int64_t numel, const fsdp_param_view *v) {
     const size_t size = fsdp_dtype_size(dtype), nbytes = (size_t)numel * size;
@@ -303,7 +304,7 @@ H_FN void ck_array(const ck_model *m, ck_visit *t, const char *name, fsdp_dtype 
     free(copy);
 }
 
-/* A step; or the five numbers of the scaler, of which not every bit pattern is allowed. */
+/* Visits a step, or the five numbers of the scaler, which do not allow every bit pattern. */
 H_FN void ck_number(ck_visit *t, const char *name, void *data, int scaler) {
     const uint64_t h = lab_hash(t->seed, ck_name_hash(name), 0, 0);
     double five[5] = {0, 2, 0.5, 2000, 0};
@@ -344,7 +345,7 @@ H_FN void ck_visit_states(const ck_model *m, ck_visit *t) {
             snprintf(name, sizeof name, "h.%d.%s.%s", ck_row(&v)->unit, ck_row(&v)->name,
                      item.name);
         }
-        if (item.ordinal >= 0 && !lab_full_numel(&v)) continue; /* is in no file */
+        if (item.ordinal >= 0 && !lab_full_numel(&v)) continue; /* such a state is in no file */
         if (!strcmp(item.name, "step")) ck_number(t, name, item.data, 0);
         else if (!strcmp(item.extension, "grad_scaler")) ck_number(t, name, item.data, 1);
         else
@@ -372,7 +373,7 @@ H_FN void ck_check_params(const ck_model *m, uint64_t seed) {
     ck_visit t = {CK_CHECK, seed, -1, 0, 0};
     ck_visit_params(m, &t);
 }
-/* same_size: blobs of each rank were loaded, too. */
+/* same_size: each rank's blobs were loaded as well. */
 H_FN void ck_check(ck_model *m, uint64_t seed, int same_size) {
     ck_visit t = {CK_CHECK, seed, -1, 0, 0};
     ck_visit_params(m, &t);
@@ -386,7 +387,7 @@ H_FN uint64_t ck_digest(ck_model *m) {
     ck_visit_blobs(m, &t, 1);
     return t.digest;
 }
-/* Bytes of files that a load on this rank wants. */
+/* Returns the bytes of files that a load on this rank needs. */
 H_FN int64_t ck_bytes(ck_model *m, int same_size) {
     ck_visit t = {CK_BYTES, 0, -1, 0, 0};
     ck_visit_params(m, &t);
@@ -394,7 +395,7 @@ H_FN int64_t ck_bytes(ck_model *m, int same_size) {
     ck_visit_blobs(m, &t, same_size);
     return t.bytes;
 }
-/* Of all tensors of a net with AdamW, and of blobs of so many ranks. */
+/* Returns the bytes of all tensors of a net with AdamW, and of the blobs of `size` ranks. */
 H_FN int64_t ck_total(const ck_net *net, int size) {
     int64_t bytes = 5 + 3 * (int64_t)size;
     for (int p = 0; p < net->count; p++) {
@@ -414,7 +415,7 @@ H_FN fsdp_checkpoint_report ck_report(const ck_model *m) {
 H_FN void ck_save(ck_model *m, const char *dir, int64_t step) {
     CALL(m->w, fsdp_checkpoint_save(m->ck, dir, step));
 }
-/* DIR/step-NNNNNNNN */
+/* Returns DIR/step-NNNNNNNN. */
 H_FN const char *ck_step_path(const char *dir, int64_t step) {
     static __thread char path[FSDP_CHECKPOINT_PATH];
     snprintf(path, sizeof path, "%s/step-%08lld", dir, (long long)step);
@@ -428,7 +429,7 @@ H_FN void ck_load(ck_model *m, const char *dir, int64_t step, int verify) {
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-/* A whole file, and its size; not there: NULL. The caller frees it. */
+/* Returns a file's contents and size, or NULL if it does not exist. The caller frees them. */
 H_FN char *ck_slurp(const char *path, int64_t *nbytes) {
     FILE *f = fopen(path, "rb");
     *nbytes = 0;
@@ -451,7 +452,7 @@ H_FN int ck_exists(const char *path) {
     struct stat st;
     return !stat(path, &st);
 }
-/* Names in a directory; -1: there is none. */
+/* Returns the number of names in a directory, or -1 if it does not exist. */
 H_FN int ck_num_names(const char *path) {
     DIR *dir = opendir(path);
     int count = 0;
@@ -467,7 +468,7 @@ H_FN const char *ck_shard_path(const char *dir, int64_t step, int rank) {
              ck_step_path(dir, step), rank + 1);
     return path;
 }
-/* The n-th directory of its own for this test: all ranks get the same name. */
+/* Returns a directory of this test: all ranks get the same name. */
 H_FN const char *ck_dir(char out[512], const char *name) {
     snprintf(out, 512, "%s/%s", h_tmpdir(), name);
     return out;
@@ -475,7 +476,8 @@ H_FN const char *ck_dir(char out[512], const char *name) {
 
 /* ---- file calls of a test -------------------------------------------------------------------- */
 
-/* The system's. `before` sees each call; if it returns an errno value, the call fails with it. */
+/* The system's file calls. `before` sees each call; if it returns an errno value, the call fails
+   with it. */
 typedef struct ck_files {
     int (*before)(struct ck_files *f, const char *call, const char *path);
     void *user;

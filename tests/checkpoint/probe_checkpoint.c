@@ -1,9 +1,10 @@
-/* probe_checkpoint.c - a job that saves a model and its AdamW states, or loads them and looks at each
-   element; test_safetensors.py runs it beside PyTorch. The model is that of golden/checkpoints, and
-   so are the values: element i of NAME is value i of the seed FNV-1a(NAME), rounded to its dtype.
+/* probe_checkpoint.c - a job that saves a model and its AdamW states, or loads them and checks each
+   element; test_safetensors.py compares it with PyTorch. The model is that of golden/checkpoints,
+   and so are the values: element i of NAME is value i of the seed FNV-1a(NAME), rounded to its
+   dtype.
 
        probe_checkpoint save RANKS DIR               makes DIR/step-00000017
-       probe_checkpoint load RANKS PATH [partial]    says how many tensors of a rank were there
+       probe_checkpoint load RANKS PATH [partial]    prints the number of tensors found by a rank
 
    SPDX-License-Identifier: MIT */
 #include "golden.h"
@@ -22,7 +23,8 @@ static uint64_t seed_of(const char *name) {
     return h;
 }
 
-/* Writes a tensor of this rank, or compares it: 1: it has other values, and is not all 0. */
+/* Writes a tensor of this rank, or compares it. Returns 1 if it has wrong values that are not all
+   0. */
 static int visit(const char *name, const fsdp_param_view *v, fsdp_dtype dtype, void *data,
                  int write, int *found) {
     const int64_t size = (int64_t)fsdp_dtype_size(dtype);

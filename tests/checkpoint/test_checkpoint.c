@@ -1,5 +1,5 @@
-/* test_checkpoint.c - checkpoints of a model: what is saved is loaded, by any number of ranks on any
-   mesh, to the bit; what the files are; what is refused, and with which text.
+/* test_checkpoint.c - checkpoints of a model: any number of ranks on any mesh loads the saved bits;
+   the contents of the files; errors and their texts.
 
    SPDX-License-Identifier: MIT */
 #include "lab_ckmodel.h"
@@ -170,7 +170,7 @@ static void reshard_load(lab_rank *r) {
         const int64_t wanted = ck_bytes(&m, same);
         CHECK_EQ_INT(report.per_rank_blobs, same);
         CHECK_EQ_INT(report.total_bytes, ck_total(c->net, layouts[i].size));
-        if (r->rank) CHECK_EQ_INT(files.read, report.bytes); /* rank 0 reads headers, too */
+        if (r->rank) CHECK_EQ_INT(files.read, report.bytes); /* rank 0 also reads headers */
         if (i % 3 == 0) continue;
         if (c->net == &by_rows || c->at == &layouts[i])
             W_CHECK(report.bytes == wanted, "%lld bytes read, %lld wanted", (long long)report.bytes,
@@ -194,7 +194,7 @@ static void reshard_all(const ck_net *net) {
 TEST(checkpoint, reshard_by_rows, SLOW | AT_NIGHT(ASAN)) { reshard_all(&by_rows); }
 TEST(checkpoint, reshard_by_columns, SLOW | AT_NIGHT(ASAN)) { reshard_all(&by_columns); }
 
-/* Replicas share the rows of what is large: no file has a row more of a tensor than another. */
+/* Replicas share the rows of large tensors: files differ by at most one row of each tensor. */
 static const ck_param even_rows[] = {{0, "w", FSDP_F32, 2, {801, 100}, 0, 0, 0}};
 static const ck_net even = {even_rows, 1};
 static const ck_layout evens[] = {
@@ -220,7 +220,8 @@ static void even_files(lab_rank *r) {
         if (nbytes > most) most = nbytes;
         free(file);
     }
-    /* Chunks of FSDP and those of replicas differ by a row; a step and the blobs are in one file. */
+    /* Chunks of FSDP and those of replicas differ by a row; a step and the blobs are in one file.
+       */
     CHECK_MSG(most - least <= 3 * 400 + 8 + 5, "files of %lld to %lld bytes", (long long)least,
               (long long)most);
     ck_load(&m, dir, 0, FSDP_VERIFY_ALL);
@@ -262,7 +263,8 @@ static void example_values(ck_model *m) {
     *s.step = 17;
 }
 
-/* The library writes the bytes that tests/golden/example.py made by the rules alone. */
+/* The library writes the bytes that tests/golden/example.py has made from the rules of the format.
+   */
 static void example(lab_rank *r) {
     char loader[3] = {'a', 'b', 'c'}, rng[2] = {1, 2};
     static const char *const names[] = {"shard-00001-model-00001-of-00001.safetensors",
@@ -289,12 +291,13 @@ static void example(lab_rank *r) {
         snprintf(other, sizeof other, "%.400s/example/step-00000017/%s", golden_dir(), names[i]);
         same_file(mine, other);
         snprintf(other, sizeof other, "%.500s/step-00000018/%s", dir, names[i]);
-        if (i < 2) same_file(mine, other); /* the same values: the same bytes */
+        if (i < 2) same_file(mine, other); /* equal values: equal bytes */
     }
     snprintf(other, sizeof other, "%.400s/example/step-00000017", golden_dir());
     memset(loader, 0, sizeof loader);
     memset(rng, r->rank, sizeof rng);
-    CALL(r->w, fsdp_checkpoint_load(m.ck, other, NULL)); /* and it reads what Python wrote */
+    /* it also reads the files that Python wrote */
+    CALL(r->w, fsdp_checkpoint_load(m.ck, other, NULL));
     CHECK_EQ_MEM(loader, "abc", 3);
     CHECK_EQ_MEM(rng, r->rank ? "\1\2" : "\0\0", 2);
     CHECK_EQ_INT(ck_report(&m).step, 17);
@@ -306,7 +309,7 @@ TEST(checkpoint, files_of_the_example) {
     lab_run(2, NULL, example, NULL);
 }
 
-/* A rank that has nothing to write has no file. */
+/* A rank without anything to write has no file. */
 static const ck_param tiny_rows[] = {{0, "w", FSDP_F32, 1, {1}, 0, 0, 0}};
 static const ck_net tiny = {tiny_rows, 1};
 static void no_file(lab_rank *r) {
@@ -328,7 +331,7 @@ static void no_file(lab_rank *r) {
     ck_visit_states(&m, &t);
     fsdp_checkpoint_destroy(m.ck);
     fsdp_checkpoint_destroy(NULL);
-    d.skip_frozen = 1; /* a second object, and nothing at all to write */
+    d.skip_frozen = 1; /* a second object, with nothing to write */
     m.blobs[0].name = "none";
     d.blobs = m.blobs, d.num_blobs = 1;
     ck_model n;
@@ -344,9 +347,9 @@ static void no_file(lab_rank *r) {
 }
 TEST(checkpoint, files_of_ranks_without_data) { lab_run(3, NULL, no_file, NULL); }
 
-/* ---- what PyTorch and transformers wrote ----------------------------------------------------- */
+/* ---- files of PyTorch and transformers ------------------------------------------------------- */
 
-/* A layer is two units: its f16 parameter is one of its own. */
+/* A layer has two units: its f16 parameter has its own. */
 static const ck_param torch_rows[] = {
     {0, "w", FSDP_F32, 2, {37, 19}, 0, 0, 0},     {0, "b", FSDP_F32, 1, {19}, 0, 0, 0},
     {0, "side", FSDP_F32, 2, {5, 37}, 1, 0, 0},   {0, "tiny", FSDP_F32, 1, {2}, 0, 0, 0},
@@ -369,7 +372,7 @@ static uint32_t fnv32(const char *name) {
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x01000193u;
     return h;
 }
-/* Element k, of the whole tensor, of a golden checkpoint. */
+/* Returns element k of a full tensor in a golden checkpoint. */
 static double golden_element(const char *name, int64_t k) {
     return golden_value(fnv32(name), (uint64_t)k, 1);
 }
@@ -472,8 +475,8 @@ TEST_P(checkpoint, of_pytorch, sizes, row->size > 3 ? MANY_RANKS : 0) {
     lab_run(row->size, NULL, torch_cases, NULL);
 }
 
-/* GPT-2 of transformers: its linears are stored the other way round, and query, key and value are
-   one matrix. */
+/* GPT-2 of transformers: its linears are stored transposed, and query, key and value are one
+   matrix. */
 static const ck_param gpt2_rows[] = {{0, "embeddings", FSDP_F32, 2, {19, 8}, 0, 0, 0},
                                      {0, "head", FSDP_F32, 2, {13, 8}, 1, 0, 0},
                                      {1, "q", FSDP_F32, 2, {8, 8}, 0, 0, 0},
@@ -516,7 +519,7 @@ static int gpt2_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_sou
     }
     return count;
 }
-/* The whole parameter at (row, column), from the sources as they are listed. */
+/* Returns the full parameter's element at (row, column), from the sources as they are listed. */
 static double gpt2_element(const char *param, int64_t row, int64_t column, int64_t columns) {
     for (int i = 0; i < COUNT(gpt2_sources); i++) {
         int64_t rows = gpt2_sources[i].rows, all = 24;
@@ -577,9 +580,9 @@ TEST_P(checkpoint, of_transformers, sizes, row->size > 3 ? MANY_RANKS : 0) {
     lab_run(row->size, NULL, gpt2, NULL);
 }
 
-/* ---- groups of ranks beside the unit's mesh -------------------------------------------------- */
+/* ---- groups of ranks outside the unit's mesh ------------------------------------------------- */
 
-/* Copies of a model whose units do not know of each other: `place` tells them apart. */
+/* Copies of a model whose units are independent: `place` distinguishes them. */
 static const ck_param copied_rows[] = {{0, "large", FSDP_F32, 2, {512, 600}, 0, 0, 0},
                                        {0, "small", FSDP_F32, 2, {7, 5}, 0, 0, 0},
                                        {1, "i", FSDP_I64, 1, {5}, 0, 1, 0},
@@ -643,7 +646,7 @@ static const ck_net base = {base_rows, COUNT(base_rows)};
 static const ck_layout adamw_2 = {"adamw_2", 2, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
 static const ck_layout plain_2 = {"plain_2", 2, CK_FSDP, 0, 0, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
 
-/* On every rank, with the same text; nothing has changed. */
+/* Checks that all ranks refuse a load with the same text, and that nothing has changed. */
 static void refuse_load(ck_model *m, const char *path, const fsdp_checkpoint_load_desc *d,
                         fsdp_status status, const char *text) {
     const uint64_t before = ck_digest(m);
@@ -665,8 +668,8 @@ typedef struct other_model {
     const char *name;
     ck_param rows[6];
     int count, optim;
-    const char *text; /* of a load without a desc; NULL: it succeeds */
-    int convert;      /* then: with this desc it succeeds */
+    const char *text; /* error of a load without a desc; NULL: it succeeds */
+    int convert;      /* with this desc the load succeeds */
     int partial, params_only, missing, extra;
 } other_model;
 #define ROW_W                                                                                      \
@@ -768,7 +771,8 @@ static const other_model others[] = {
      0},
 };
 
-/* What had to come is there, converted or not; what was not there is as it was. */
+/* Checks that the expected values were loaded, converted or not, and that the others are unchanged.
+   */
 static void check_other(ck_model *m) {
     fsdp_param_view v = FSDP_ZERO;
     char name[32];
@@ -814,7 +818,7 @@ static void load_other(lab_rank *r) {
         check_other(&m);
         CHECK_EQ_INT(ck_report(&m).num_missing, o->missing);
         CHECK_EQ_INT(ck_report(&m).num_extra, o->extra);
-        if (ld.params_only) { /* states and blobs are as they were */
+        if (ld.params_only) { /* states and blobs are unchanged */
             ck_visit t = {CK_CHECK, 2, -1, 0, 0};
             ck_visit_states(&m, &t);
             ck_visit_blobs(&m, &t, 1);
@@ -827,7 +831,7 @@ static void load_other(lab_rank *r) {
 }
 TEST_P(checkpoint, other_models, others) { lab_run(2, NULL, load_other, (void *)(uintptr_t)row); }
 
-/* From a run without an optimizer: nothing has states. */
+/* A checkpoint of a run without an optimizer: there are no states. */
 static void of_plain(lab_rank *r) {
     fsdp_checkpoint_load_desc ld = FSDP_ZERO;
     char dir[512];
@@ -887,7 +891,7 @@ TEST(checkpoint, blobs_that_differ) { lab_run(2, NULL, blobs_differ, NULL); }
 
 typedef struct bad_sources {
     const char *name;
-    int count; /* returned; of 9 or more none is filled in */
+    int count; /* returned; if 9 or more, none is filled in */
     fsdp_checkpoint_source at[2];
     const char *text;
 } bad_sources;
@@ -945,7 +949,7 @@ static int bad_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_sour
     for (int i = 0; i < b->count && b->count <= 2; i++) out[i] = b->at[i];
     return b->count;
 }
-/* The rows of a parameter are checked whatever others before it lack. */
+/* The rows of a parameter are checked even if earlier parameters have missing sources. */
 static int late_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
     int is_b = !strcmp(ck_row(v)->name, "b");
     (void)user;
@@ -969,10 +973,10 @@ static void sources_body(lab_rank *r) {
 }
 TEST_P(checkpoint, sources, bad_lists) { lab_run(2, NULL, sources_body, (void *)(uintptr_t)row); }
 
-/* With partial each source has its rows, whatever is missing: 'h.0.w' is rows of q, k and v. */
+/* With `partial`, sources that exist fill their rows: 'h.0.w' consists of rows of q, k and v. */
 typedef struct parts_case {
-    const char *name, *there; /* of q, k and v */
-    int rows[3];              /* told; 0: not */
+    const char *name, *there; /* existing ones of q, k and v */
+    int rows[3];              /* given number of rows; 0: not given */
     int turned, partial;
     const char *text; /* NULL: it succeeds */
 } parts_case;
@@ -1009,7 +1013,7 @@ static int part_sources(void *user, const fsdp_param_view *v, fsdp_checkpoint_so
     }
     return 3;
 }
-/* Element (i, j) of q, k, v is 100, 200, 300 + 10 i + j; or the other way round. */
+/* Element (i, j) of q, k, v is 100, 200, 300 + 10 i + j, or the transpose. */
 static void make_parts(const char *path, const parts_case *c) {
     fsdp_safetensors_entry e[3];
     float data[64];
@@ -1067,8 +1071,8 @@ TEST_P(checkpoint, parts_of_a_tensor, parts) {
     lab_run(2, NULL, parts_body, (void *)(uintptr_t)row);
 }
 
-/* Two parameters of one tensor, and rows of it again: bytes that are read anew are not counted anew
-   in the checksum of their block. Each byte of a file is read once if each is wanted once. */
+/* Two parameters come from one tensor, and some rows of it again: bytes that are read twice count
+   once in the checksum of their block. Each byte that is needed once is read once. */
 static int tied_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
     (void)user;
     if (v->ndim == 2) snprintf(out[0].name, sizeof out[0].name, "h.0.w");
@@ -1111,7 +1115,7 @@ TEST(checkpoint, tied_sources) { lab_run(1, NULL, tied_body, NULL); }
 static const ck_param long_rows[] = {{0, "w", FSDP_F32, 2, {3000, 100}, 0, 0, 0}};
 static const ck_net long_net = {long_rows, 1};
 static const ck_layout long_at = {"long", 1, CK_FSDP, 0, 0, 0, CK_ADAMW, 0, 0, 0, 0, 0, 0};
-enum { LONG_FLIP = (2 << 20) + 77 }; /* in block 2 of 4: exp_avg, and a bit of exp_avg_sq */
+enum { LONG_FLIP = (2 << 20) + 77 }; /* in block 2 of 4: exp_avg, and part of exp_avg_sq */
 
 static void save_long(lab_rank *r) {
     char dir[512];
@@ -1145,14 +1149,14 @@ static void load_long(lab_rank *r) {
     refuse_load(&m, path, &ld, FSDP_ERR_CORRUPT, text); /* before anything is changed */
     ld.params_only = 1;
     refuse_load(&m, path, &ld, FSDP_ERR_CORRUPT, text);
-    ld.verify = FSDP_VERIFY_READ; /* the damage is not in a block that is read */
+    ld.verify = FSDP_VERIFY_READ; /* the damaged block is not read */
     CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld));
     ck_check_params(&m, 1);
     CHECK_EQ_INT(ck_report(&m).verified, 1);
     CHECK(ck_report(&m).bytes >= 1200000 / r->size && ck_report(&m).bytes <= 2 << 20);
     REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, path, NULL), text);
     ld.params_only = 0, ld.verify = FSDP_VERIFY_NONE;
-    CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld)); /* nobody looks */
+    CALL(r->w, fsdp_checkpoint_load(m.ck, path, &ld)); /* without a check */
     CHECK_EQ_INT(ck_report(&m).verified, 0);
     ck_check_params(&m, 1);
     ck_end(&m);
@@ -1164,11 +1168,11 @@ TEST_P(checkpoint, verify, sizes, row->size > 3 ? MANY_RANKS : 0) {
     lab_run(row->size, NULL, load_long, NULL);
 }
 
-/* ---- what create, save, find and load refuse ------------------------------------------------- */
+/* ---- errors of create, save, find and load --------------------------------------------------- */
 
 typedef struct bad_place {
     const char *name, *text;
-    int on_save; /* create takes it */
+    int on_save; /* create accepts it */
 } bad_place;
 enum {
     P_TWICE,
@@ -1219,7 +1223,7 @@ static const bad_place bad_places[] = {
 };
 static void place_badly(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *p) {
     const int how = (int)((const bad_place *)user - bad_places);
-    const int second = v->start[0] > 0; /* rank 1 */
+    const int second = v->start[0] > 0; /* on rank 1 */
     if (v->ordinal > 1) return;
     if (how == P_TWICE) snprintf(p->name, sizeof p->name, "same");
     if (v->ordinal) return;
@@ -1254,7 +1258,7 @@ static void bad_place_body(lab_rank *r) {
         REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), b->text);
         CHECK(ck == NULL);
     }
-    ck_open(&m, NULL); /* the model is as before */
+    ck_open(&m, NULL); /* the model is unchanged */
     ck_fill(&m, 1);
     ck_save(&m, ck_dir(dir, "run"), 1);
     ck_fill(&m, 2);
@@ -1266,8 +1270,8 @@ TEST_P(checkpoint_errors, place, bad_places) {
     lab_run(2, NULL, bad_place_body, (void *)(uintptr_t)row);
 }
 
-/* Parts of tensor parallelism, saved as if each were the whole: even ones lie on each other, uneven
-   ones have other shapes. */
+/* Parts of tensor parallelism that are saved as if each were the full tensor: even ones overlap,
+   uneven ones have different shapes. */
 static void tp_without_place(lab_rank *r) {
     static const ck_layout at = {"tp_1x2", 2, CK_TP, 1, 2, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
     for (int rows = 6; rows <= 7; rows++) {
@@ -1304,18 +1308,18 @@ static void long_name(lab_rank *r) {
     name[508] = 0;
     lab_unit(r->w, model, &ud, &p, 1);
     CALL(r->w, fsdp_checkpoint_create(model, NULL, &ck));
-    fsdp_model_destroy(model); /* ends it, too */
+    fsdp_model_destroy(model); /* also destroys ck */
 }
 TEST(checkpoint_errors, long_name) { lab_run(2, NULL, long_name, NULL); }
 
-/* "" leaves a parameter out if `place` says so; else it has no name. */
+/* "" leaves a parameter out if `place` sets it; otherwise the parameter has no name. */
 static void leave_out(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *place) {
     (void)user, (void)v;
     place->name[0] = 0;
 }
 static void no_name(lab_rank *r) {
     fsdp_checkpoint_desc d = FSDP_ZERO;
-    for (int named = 0; named < 2; named++) { /* its unit has a name that is not asked for */
+    for (int named = 0; named < 2; named++) { /* its unit's name does not matter */
         fsdp_param_desc p = fsdp_vec("", 3);
         fsdp_unit_desc ud = FSDP_ZERO;
         fsdp_checkpoint *ck;
@@ -1333,7 +1337,7 @@ static void no_name(lab_rank *r) {
 }
 TEST(checkpoint_errors, no_name) { lab_run(2, NULL, no_name, NULL); }
 
-/* What has to be equal on all ranks is compared, and nothing has changed. */
+/* Settings that must be equal on all ranks are compared, and nothing has changed. */
 static int no_source(void *user, const fsdp_param_view *param, fsdp_checkpoint_source *out) {
     (void)user, (void)param, (void)out;
     return 0;
@@ -1373,14 +1377,14 @@ static void ranks_differ(lab_rank *r) {
     }
     CHECK_EQ_INT(ck_num_names(dir), 1);
     CHECK_EQ_INT(ck_num_names(other), 1);
-    ck_save(&m, dir, 5); /* the world goes on */
+    ck_save(&m, dir, 5); /* the world still works */
     CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
     ck_check(&m, 1, 1);
     ck_end(&m);
 }
 TEST(checkpoint_errors, ranks_differ) { lab_run(2, NULL, ranks_differ, NULL); }
 
-/* A failure that a rank has found itself is not logged a second time as that of another one. */
+/* A rank that has found a failure itself does not log it again as another rank's. */
 static void said_once(lab_rank *r) {
     char text[64];
     ck_model m;
@@ -1389,12 +1393,13 @@ static void said_once(lab_rank *r) {
     REFUSED(r->w, fsdp_checkpoint_save(m.ck, "", 1), text);
     CHECK(!strstr(fsdp_last_error(r->w), "E421"));
     REFUSED(r->w, fsdp_checkpoint_save(m.ck, "", r->rank - 1),
-            "rank 0: [E432] checkpoint_save: dir is empty or step is -1: pass"); /* another one */
+            /* another rank's error */
+            "rank 0: [E432] checkpoint_save: dir is empty or step is -1: pass");
     ck_end(&m);
 }
 TEST(checkpoint_errors, said_once) { lab_run(2, NULL, said_once, NULL); }
 
-/* Steps that a manifest cannot tell are refused; the last one that it can is found. */
+/* Steps that do not fit a manifest are refused; the last valid one is found. */
 static void late_steps(lab_rank *r) {
     const int64_t last = (int64_t)1 << 62;
     char dir[512], path[600];
@@ -1418,7 +1423,7 @@ static void late_steps(lab_rank *r) {
 }
 TEST(checkpoint, late_steps) { lab_run(2, NULL, late_steps, NULL); }
 
-/* Without a save under way, too. */
+/* Also without a save under way. */
 TEST(checkpoint_errors, aborted) {
     fsdp_world_desc d = w_desc(0, 1, NULL, "aborted", 0);
     fsdp_param_desc p = fsdp_vec("w", 3);
@@ -1441,7 +1446,7 @@ TEST(checkpoint_errors, aborted) {
     CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_ABORTED);
 }
 
-/* Two objects save one step at a time: who comes second learns that it is there. */
+/* Two objects save one step at the same time: the second one finds that it exists. */
 static void same_step(lab_rank *r) {
     fsdp_checkpoint_desc d = FSDP_ZERO;
     fsdp_checkpoint *other;
@@ -1464,7 +1469,7 @@ static void same_step(lab_rank *r) {
 }
 TEST(checkpoint_errors, same_step) { lab_run(2, NULL, same_step, NULL); }
 
-/* A file above `ulimit -f` is a failure like that of a full disk. */
+/* A file larger than `ulimit -f` fails like a full disk. */
 static void file_limit(lab_rank *r) {
     enum { BYTES = 1 << 20 };
     static char data[2][BYTES];
@@ -1546,7 +1551,7 @@ static void bad_descs(lab_rank *r) {
     m.blobs[1].name = "x", m.blobs[1].nbytes = 0;
     REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
             "[E443] checkpoint_create: blobs 0 and 1 are both called 'x': give one of them");
-    /* One rank is enough. */
+    /* One rank with an error is enough. */
     d = zero, d.keep = r->rank ? -1 : 0;
     REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
             "rank 1: [E445] checkpoint_create: keep, keep_every");
@@ -1621,7 +1626,8 @@ static void bad_calls(lab_rank *r) {
 }
 TEST(checkpoint_errors, calls) { lab_run(2, NULL, bad_calls, NULL); }
 
-/* In each state of a step: possible exactly when all units are idle and hold no gradients. */
+/* Checks each state of a step: saves are possible exactly if all units are idle and hold no
+   gradients. */
 static void in_state(ck_model *m, const char *dir, int64_t *step, int possible, const char *text) {
     fsdp_world *w = m->w;
     if (possible) {
@@ -1684,7 +1690,7 @@ static void states(lab_rank *r) {
     lab_forward(w, u);
     use_in_backward(w, u);
     CALL(w, fsdp_finalize_backward(m.model));
-    in_state(&m, dir, &step, r->size == 2, held); /* HSDP: sums of the shards are held */
+    in_state(&m, dir, &step, r->size == 2, held); /* HSDP: the unit holds sums of the shards */
     CALL(w, fsdp_set_requires_all_reduce(m.model, NULL, 1));
     lab_forward(w, u);
     use_in_backward(w, u);
@@ -1698,15 +1704,15 @@ static const struct {
 } state_sizes[] = {{"fsdp_2", 2}, {"hsdp_2x2", 4}};
 TEST_P(checkpoint_errors, states, state_sizes) { lab_run(row->size, NULL, states, NULL); }
 
-/* ---- files that fail, and what is found ------------------------------------------------------ */
+/* ---- files that fail, and checkpoints that are found ----------------------------------------- */
 
-/* Fails one kind of call on a path that has this word, on one rank. */
+/* Fails one kind of call on a path that contains this word, on one rank. */
 typedef struct fault {
     const char *name;
     int rank;
     const char *call, *word;
     int error;
-    const char *text; /* of the save; NULL: it succeeds, with a warning */
+    const char *text; /* error of the save; NULL: it succeeds, with a warning */
 } fault;
 static const fault faults[] = {
     {"no_space", 1, "write", "shard-00002", ENOSPC, "rank 1: [E423] checkpoint_save: write of "},
@@ -1745,7 +1751,7 @@ static void fault_body(lab_rank *r) {
         REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, dir, 2), x->text);
         REFUSED_AS(FSDP_ERR_IO, r->w, fsdp_checkpoint_save(m.ck, dir, 2), strerror(x->error));
         CALL(r->w, fsdp_barrier(r->w));
-        CHECK_EQ_INT(ck_num_names(dir), 1); /* nothing of it is left */
+        CHECK_EQ_INT(ck_num_names(dir), 1); /* no part of it is left */
         files.user = NULL;
     } else {
         ck_save(&m, dir, 2);
@@ -1778,7 +1784,7 @@ static void make_file(const char *dir, const char *name, const char *text) {
     snprintf(path, sizeof path, "%s/%s", dir, name);
     ck_spit(path, text, (int64_t)strlen(text));
 }
-/* A bit per name of the list: it is there. */
+/* Returns a bit for each name of the list that exists. */
 static unsigned there(const char *dir, const char *const *names, int count) {
     unsigned bits = 0;
     char path[1024];
@@ -1825,11 +1831,11 @@ static void keep_body(lab_rank *r) {
         W_CHECK(ck_exists(ck_step_path(dir, step)) == (step % 3 == 0 || step == 7), "step %d",
                 (int)step);
     ck_save(&m, dir, 8);
-    CHECK_EQ_INT(there(dir, foreign, num), 0xff); /* what jobs have left is removed, no more */
+    CHECK_EQ_INT(there(dir, foreign, num), 0xff); /* leftovers of jobs are removed, nothing else */
     CHECK_EQ_INT(ck_num_names(dir), 5 + 8);
     CALL(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, sizeof path, &step));
     CHECK_EQ_INT(step, 8); /* not the broken one */
-    ck_save(&m, dir, 2);   /* older than others: newer ones stay */
+    ck_save(&m, dir, 2);   /* an older step: newer ones stay */
     CHECK(ck_exists(ck_step_path(dir, 7)) && ck_exists(ck_step_path(dir, 8)));
     ck_load(&m, dir, 0, FSDP_VERIFY_ALL);
     ck_end(&m);
@@ -1841,7 +1847,7 @@ static void make_link(const char *dir, const char *name, const char *to) {
     snprintf(path, sizeof path, "%s/%s", dir, name);
     CHECK(!symlink(to, path));
 }
-/* What is removed: never what a link points at; and directories that somebody has put there. */
+/* Removal never follows a link, but removes directories that someone has put into a checkpoint. */
 static void keep_links(lab_rank *r) {
     static const char *const archive[] = {"best/shard", "best/inner/shard"};
     fsdp_checkpoint_desc d = FSDP_ZERO;
@@ -1898,7 +1904,7 @@ static void keep_all(lab_rank *r) {
 }
 TEST(checkpoint, keep_all) { lab_run(2, NULL, keep_all, NULL); }
 
-/* More names than are looked at in one pass: the newest of them count, in whatever order the file
+/* There are more names than one pass examines: the newest ones count, in whatever order the file
    system lists them. Only `complete` has a manifest. */
 enum { MANY = 5000, LOOKED_AT = 4096 };
 typedef struct many_names {
@@ -1967,7 +1973,7 @@ static void change_manifest(const char *dir, int64_t step, const char *from, con
     CHECK(text && (at = strstr(text, from)) != NULL && strlen(from) == strlen(to));
     memcpy(at, to, strlen(to));
     snprintf(text + nbytes - 11, 12, "%08x\"}\n",
-             (unsigned)fsdp_crc32c(0, text, nbytes - 23)); /* as if it had been written so */
+             (unsigned)fsdp_crc32c(0, text, nbytes - 23)); /* with a valid checksum */
     ck_spit(path, text, nbytes);
     free(text);
 }
@@ -1978,8 +1984,8 @@ static void find_body(lab_rank *r) {
     ck_begin(&m, r, r->w, &base, &adamw_2);
     ck_fill(&m, 1);
     ck_dir(dir, "run");
-    find_is(&m, dir, -1, -1);           /* there is no such directory yet */
-    for (int way = 0; way < 2; way++) { /* but no save could make this one: it shows before */
+    find_is(&m, dir, -1, -1);           /* the directory does not exist yet */
+    for (int way = 0; way < 2; way++) { /* no save could make this directory: find fails early */
         char none[600], into[600], text[1500];
         snprintf(none, sizeof none, "%s/none/run%s", h_tmpdir(), way ? "/" : "");
         snprintf(into, sizeof into, "%s/none", h_tmpdir());
@@ -2015,8 +2021,8 @@ static void find_body(lab_rank *r) {
                                : (max_step + 1) / 2 * 2 - 1);
     CALL(r->w, fsdp_barrier(r->w));
     if (r->rank == 0) {
-        remove(ck_shard_path(dir, 100000000, 1));                 /* a file is missing */
-        char *text = ck_slurp(ck_shard_path(dir, 9, 0), &nbytes); /* one is cut off */
+        remove(ck_shard_path(dir, 100000000, 1));                 /* missing */
+        char *text = ck_slurp(ck_shard_path(dir, 9, 0), &nbytes); /* truncated */
         ck_spit(ck_shard_path(dir, 9, 0), text, nbytes - 1);
         free(text);
         snprintf(path, sizeof path, "%s/manifest.json", ck_step_path(dir, 7)); /* a changed digit */
@@ -2035,7 +2041,7 @@ static void find_body(lab_rank *r) {
                "[E435] checkpoint_load: manifest.json: the manifest was changed");
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 5), NULL),
                "manifest version 2, this library reads 1");
-    if (r->rank == 0) { /* a header of the same size, which is right in itself */
+    if (r->rank == 0) { /* another valid header of equal size */
         char *text = ck_slurp(ck_shard_path(dir, 1, 1), &nbytes), *at = text;
         while (at < text + nbytes - 5 && memcmp(at, "\"2/2\"", 5) != 0) at++;
         at[3] = '3';
@@ -2052,7 +2058,7 @@ static void find_body(lab_rank *r) {
 }
 TEST(checkpoint, find) { lab_run(2, NULL, find_body, NULL); }
 
-/* ---- directories and files that are not what they should be ---------------------------------- */
+/* ---- invalid directories and files ----------------------------------------------------------- */
 
 static void spit_safetensors(const char *path, const char *header, int64_t data) {
     char file[1024];
@@ -2075,7 +2081,7 @@ typedef struct odd {
     int64_t data;
     const char *second, *second_header;
     int64_t second_data;
-    const char *index; /* model.safetensors.index.json, or, of .metadata, its name */
+    const char *index; /* model.safetensors.index.json, or the name of .metadata */
     fsdp_status status;
     const char *text;
 } odd;
@@ -2161,7 +2167,7 @@ static void odd_body(lab_rank *r) {
 }
 TEST_P(checkpoint_errors, directories, odds) { lab_run(2, NULL, odd_body, (void *)(uintptr_t)row); }
 
-/* One file; boxes that are there twice; a path that is nothing. */
+/* A single file; boxes that occur twice; a path that does not exist. */
 static void plain_files(lab_rank *r) {
     static const char twice[] = "{" SHARDED(BOX("v", "0", "2"))
         ENTRY("v", "F32", "2", "0", "8") "}";
@@ -2194,7 +2200,7 @@ static void plain_files(lab_rank *r) {
         CALL(r->w, fsdp_checkpoint_load(m.ck, path, NULL));
         CHECK_EQ_INT(v.numel, 1);
         CHECK_EQ_MEM(v.shard, &want[r->rank], 4);
-        /* Once, and from one of the two; one rank has compared them. */
+        /* Read once, from one of the two; one rank has compared them. */
         CHECK_EQ_INT(ck_report(&m).bytes, 4 + (way || r->rank ? 0 : 2 * 8));
     }
     CALL(r->w, fsdp_barrier(r->w));
@@ -2243,10 +2249,10 @@ static void freeze_thaw(lab_rank *r) {
     ck_open(&m, NULL);
     ck_fill(&m, 9);
     ck_save(&m, ck_dir(dir, "run"), 0);
-    ck_optimizers(&m); /* a new layout */
+    ck_optimizers(&m); /* changes the layout */
     ck_fill(&m, 1);
     ck_save(&m, dir, 1);
-    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 0)); /* 'b' is frozen now */
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 0)); /* 'b' is now frozen */
     ck_fill(&m, 2);
     ck_save(&m, dir, 2);
     ck_end(&m);
@@ -2268,20 +2274,20 @@ static void freeze_thaw(lab_rank *r) {
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
     CHECK_EQ_INT(ck_report(&m).num_extra, 0);
-    check_state(&m, 1, 1); /* held for the thaw */
+    check_state(&m, 1, 1); /* reserved for the thaw */
     CALL(r->w, fsdp_set_requires_grad(m.unit[0], 1, 1));
     check_state(&m, 1, 1);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
     CHECK_EQ_INT(ck_report(&m).num_extra, 0);
-    CALL(r->w, fsdp_set_requires_grad(m.unit[1], 0, 1)); /* a parameter that never had states */
+    CALL(r->w, fsdp_set_requires_grad(m.unit[1], 0, 1)); /* a parameter without states so far */
     ck_fill(&m, 5);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check_params(&m, 1);
     check_state(&m, 2, 0);
     check_state(&m, 1, 1);
     ck_fill(&m, 6);
-    ck_save(&m, dir, 3); /* the layout is a new one */
+    ck_save(&m, dir, 3); /* the layout is new */
     ck_fill(&m, 7);
     ck_load(&m, dir, 3, FSDP_VERIFY_ALL);
     ck_check(&m, 6, 1);
@@ -2291,7 +2297,7 @@ TEST_P(checkpoint, freeze_thaw, sizes, NCCL | (row->size > 3 ? MANY_RANKS : 0)) 
     lab_run(row->size, NULL, freeze_thaw, NULL);
 }
 
-/* States of a frozen parameter go through loads and saves of other numbers of ranks. */
+/* States of a frozen parameter survive loads and saves by other numbers of ranks. */
 static const ck_param slow_rows[] = {{0, "w", FSDP_F64, 2, {7, 5}, 0, 0, 0},
                                      {0, "d", FSDP_F64, 2, {4, 2}, 1, 0, 0},
                                      {1, "bf", FSDP_BF16, 1, {9}, 0, 0, 0},
@@ -2300,7 +2306,7 @@ static const ck_param slow_rows[] = {{0, "w", FSDP_F64, 2, {7, 5}, 0, 0, 0},
 static const ck_net slow_net = {slow_rows, COUNT(slow_rows)};
 typedef struct held_case {
     const char *name;
-    int optim, sizes[3], step; /* step: how many have loaded */
+    int optim, sizes[3], step; /* step: number of loads so far */
 } held_case;
 static const held_case helds[] = {{"adamw/3,2,4", CK_ADAMW, {3, 2, 4}, 0},
                                   {"adamw/2,2,2", CK_ADAMW, {2, 2, 2}, 0},
@@ -2314,10 +2320,10 @@ static void held_body(lab_rank *r) {
     ck_model m;
     ck_dir(dir, "run");
     ck_make(&m, r, r->w, &slow_net, &at);
-    for (int i = 0; c->step == 1 && i < 2; i++) /* the unit is frozen from the begin on */
+    for (int i = 0; c->step == 1 && i < 2; i++) /* the unit is frozen from the start */
         CALL(r->w, fsdp_set_requires_grad(m.unit[0], i, 0));
     ck_optimizers(&m);
-    if (c->step == 0) CALL(r->w, fsdp_set_requires_grad(m.unit[1], 2, 1)); /* unfrozen later */
+    if (c->step == 0) CALL(r->w, fsdp_set_requires_grad(m.unit[1], 2, 1)); /* thawed later */
     if (c->step == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
     ck_open(&m, NULL);
     ck_fill(&m, c->step ? 7 : 1);
@@ -2327,7 +2333,7 @@ static void held_body(lab_rank *r) {
         ck_check(&m, 1, r->size == c->sizes[c->step - 1]);
     }
     ck_save(&m, dir, c->step + 1);
-    for (int i = 0; i < 5; i++) /* all have states now, and those of the first save */
+    for (int i = 0; i < 5; i++) /* all have states now, those of the first save */
         CALL(r->w, fsdp_set_requires_grad(m.unit[i > 1], i > 1 ? i - 2 : i, 1));
     ck_check(&m, 1, c->step == 0 || r->size == c->sizes[c->step - 1]);
     ck_end(&m);
@@ -2337,7 +2343,7 @@ TEST_P(checkpoint, frozen_states, helds) {
     for (; c.step < 3; c.step++) lab_run(c.sizes[c.step], NULL, held_body, &c);
 }
 
-/* States that nobody takes are told, on one rank. */
+/* States that nothing takes are reported, on one rank. */
 static int nobody(void *user, const fsdp_param_view *v) {
     (void)user, (void)v;
     return -1;
@@ -2354,7 +2360,7 @@ static void tells_dropped(lab_rank *r) {
     ad.group = nobody;
     snprintf(path, sizeof path, "%s", save_base(r, dir));
     for (int how = 0; how < 5;
-         how++) { /* no optimizer, none for it, skip_frozen; taken, not asked */
+         how++) { /* no optimizer, none for it, skip_frozen; taken, params_only */
         ck_make(&m, r, r->w, &base, &adamw_2);
         if (how == 1) CALL(r->w, fsdp_adamw_create(m.model, &ad, &m.adamw));
         if (how == 2) CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 0));
@@ -2374,7 +2380,7 @@ static void tells_dropped(lab_rank *r) {
 }
 TEST(checkpoint, tells_dropped_states) { lab_run(2, NULL, tells_dropped, NULL); }
 
-/* A name that begins as another one, and a dot: states of 'w.0' are none of 'w'. */
+/* A name that is another one plus a dot: states of 'w.0' are not those of 'w'. */
 static const ck_param alike_rows[] = {{0, "w", FSDP_F32, 1, {5}, 0, 1, 0},
                                       {0, "w.0", FSDP_F32, 1, {4}, 0, 0, 0}};
 static const ck_net alike_net = {alike_rows, 2};
@@ -2385,10 +2391,10 @@ static void alike_body(lab_rank *r) {
     ck_fill(&m, 1);
     ck_save(&m, ck_dir(dir, "run"), 1);
     ck_end(&m);
-    ck_begin(&m, r, r->w, &alike_net, &adamw_2); /* 'w' has no states: none are held */
+    ck_begin(&m, r, r->w, &alike_net, &adamw_2); /* 'w' has no states: none are reserved */
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     ck_check(&m, 1, 1);
-    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 1)); /* and now zeros */
+    CALL(r->w, fsdp_set_requires_grad(m.unit[0], 0, 1)); /* now they are zeros */
     ck_fill(&m, 2);
     ck_load(&m, dir, 1, FSDP_VERIFY_READ);
     check_state(&m, 0, 0);
@@ -2397,7 +2403,8 @@ static void alike_body(lab_rank *r) {
 }
 TEST(checkpoint, names_that_begin_alike) { lab_run(2, NULL, alike_body, NULL); }
 
-/* Frozen parameters are left out on request; a model cast to another dtype is saved as it is. */
+/* Frozen parameters are left out on request; a model that was cast is saved in its current dtypes.
+   */
 static void skip_frozen(lab_rank *r) {
     fsdp_checkpoint_desc d = FSDP_ZERO;
     char dir[512];
@@ -2422,7 +2429,7 @@ static void skip_frozen(lab_rank *r) {
 }
 TEST(checkpoint, skip_frozen) { lab_run(2, NULL, skip_frozen, NULL); }
 
-/* A model whose only trainable parameter has no elements: it has a step, and no rank a part. */
+/* A model whose only trainable parameter has no elements: it has a step, and no rank has a part. */
 static const ck_param empty_rows[] = {{0, "none", FSDP_F32, 2, {0, 3}, 0, 0, 0},
                                       {0, "i", FSDP_I32, 1, {4}, 0, 1, 0}};
 static const ck_net empty_net = {empty_rows, 2};

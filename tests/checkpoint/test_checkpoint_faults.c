@@ -1,8 +1,8 @@
 /* test_checkpoint_faults.c - checkpoints while files fail: every file call of every rank in turn
-   fails, comes short, waits, hangs, or is the last of its process; the power goes behind any of
+   fails, comes short, waits, hangs, or is the last of its process; the power is cut after any of
    them; the disk is full; bytes of the files change; memory runs out; ranks die, stop or stay away.
-   What is asked each time: all ranks get one status and a text that names the culprit, the old or
-   the new checkpoint is found, and it has the values that were saved, bit by bit.
+   Each time all ranks must get one status and a text that names the culprit, and the old or the new
+   checkpoint must be found, with the saved values bit by bit.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN)
@@ -17,20 +17,20 @@
 
 enum { MOST = 3, COMMON = 24, OWN = 8, TEXT = 1100 };
 
-/* ---- a rank with a model that has values by a closed form ------------------------------------ */
+/* ---- a rank with a model whose values follow from a formula ---------------------------------- */
 
-typedef struct counter { /* of the collectives that a rank begins */
+typedef struct counter { /* counts the collectives that a rank begins */
     lab_guard guard;
     int count, marks;
 } counter;
 typedef struct bed bed;
-typedef struct stage { /* what the ranks of a test share */
+typedef struct stage { /* data that the ranks of a test share */
     disk *d;
     bed *beds[MOST];
     int status[MOST];
     char text[MOST][TEXT];
     int tries, faults; /* calls with a fault; those in which it happened */
-    int gate;          /* 1: those that hang may come back */
+    int gate;          /* 1: hung calls may return */
     const void *row;
 } stage;
 struct bed { /* one rank */
@@ -43,7 +43,7 @@ struct bed { /* one rank */
     shake s;
     int rank, size, timeout_ms;
     int system;   /* the library's own file calls */
-    int64_t rows; /* of the large parameter; 0: there is none */
+    int64_t rows; /* in the large parameter; 0: there is none */
     const fsdp_allocator *allocator;
     char dir[400];
     unsigned char common[COMMON], own[OWN];
@@ -71,7 +71,7 @@ static void bed_world(bed *b, lab_rank *r, int number) {
     CALL(NULL, fsdp_init(&d, &b->w));
     b->rank = r->rank, b->size = r->size;
 }
-/* Rows over ranks, one element alone, a frozen one, and a large one on request. */
+/* Makes parameters: rows over ranks, a single element, a frozen one, and a large one on request. */
 static void bed_model(bed *b) {
     const int64_t w[2] = {5, 3}, n[1] = {1}, v[1] = {3};
     fsdp_param_desc p[3] = {lab_desc(2, w, 0, FSDP_F32, 0), lab_desc(1, n, 0, FSDP_F32, 0),
@@ -113,7 +113,7 @@ static void bed_close(bed *b) {
 }
 static void meet(const bed *b) { CALL(b->w, fsdp_barrier(b->w)); }
 
-/* Elements of this rank's rows. Writes them, or returns how many are wrong. */
+/* Writes the elements of this rank's rows, or returns the number of wrong ones. */
 static int64_t numbers(void *data, fsdp_dtype dtype, const fsdp_param_view *v, int64_t numel,
                        uint64_t salt, int write) {
     size_t size = fsdp_dtype_size(dtype);
@@ -135,7 +135,8 @@ static int64_t bytes(unsigned char *at, int count, uint64_t salt, int write) {
     }
     return wrong;
 }
-/* All that a checkpoint has of this rank, by a seed. other_world: blobs of ranks are not loaded. */
+/* Writes or checks everything that a checkpoint has of this rank, by a seed. other_world: blobs of
+   ranks are not loaded. */
 static int64_t values(bed *b, int64_t seed, int write, int other_world) {
     fsdp_param_view v = FSDP_ZERO, of[4];
     fsdp_state_item item;
@@ -175,7 +176,7 @@ static int64_t find(bed *b, char path[FSDP_CHECKPOINT_PATH]) {
     CALL(b->w, fsdp_checkpoint_find(b->ck, b->dir, -1, path, FSDP_CHECKPOINT_PATH, &step));
     return step;
 }
-/* The newest checkpoint is this one (-1: there is none), with its values. */
+/* Checks that the newest checkpoint is this one (-1: there is none), with its values. */
 static void has(bed *b, int64_t step) {
     char path[FSDP_CHECKPOINT_PATH];
     fsdp_checkpoint_report report;
@@ -210,7 +211,7 @@ typedef struct calls_row {
     int64_t stage_bytes;
 } calls_row;
 
-/* A file call takes long: until each other rank has met this one in three more rounds. */
+/* A file call takes long: until every other rank has run three more collectives. */
 static void slow_event(shake *s) {
     stage *all = (stage *)s->arg;
     int begin[MOST];
@@ -232,13 +233,13 @@ static fsdp_status call_op(bed *b, int op, int64_t step) {
     case ASYNC:
         status = fsdp_checkpoint_save_async(b->ck, b->dir, step);
         if (status) return status;
-        scramble(b); /* the trainer goes on */
+        scramble(b); /* the trainer continues */
         return fsdp_checkpoint_wait(b->ck);
     default: return fsdp_checkpoint_save(b->ck, b->dir, step);
     }
 }
 
-/* Does the call succeed nevertheless? */
+/* Returns 1 if the call succeeds nevertheless. */
 static int is_survived(const shake *s) {
     static const char *const again[] = {"create", "open",  "read",
                                         "write",  "fsync", "fsync of the directory"};
@@ -248,7 +249,7 @@ static int is_survived(const shake *s) {
            (s->kind >= SHAKE_SHORT_1 && s->kind <= SHAKE_SHORT_ALL_BUT_1);
 }
 
-/* All ranks have the same status, and texts that say who, which call and which file. */
+/* Checks that all ranks have the same status, and texts with the rank, the call and the file. */
 static void check_texts(const bed *b, const shake *s, fsdp_status expected) {
     char who[24];
     const stage *all = b->all;
@@ -272,8 +273,8 @@ static void drop_leftovers(disk *d, const char *dir) {
         else disk_drop_name(d, node, d->nodes[node].entries[i].name);
 }
 
-/* One call in which file call number `at` of a rank has a fault; then the same one without. Returns
-   how many file calls that rank made. */
+/* Makes one call in which file call number `at` of a rank has a fault, then the same call without.
+   Returns the number of file calls of that rank. */
 static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *last) {
     stage *all = b->all;
     shake *s = &all->beds[rank]->s;
@@ -296,7 +297,8 @@ static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *la
     meet(b);
     const int ok = !s->fired || is_survived(s);
     int calls = s->calls;
-    if (op == FIND && f->kind == SHAKE_ZERO && s->fired == 1) { /* a manifest cut off is none */
+    /* a truncated manifest counts as none */
+    if (op == FIND && f->kind == SHAKE_ZERO && s->fired == 1) {
         check_texts(b, s, FSDP_OK);
     } else {
         check_texts(b, s,
@@ -311,7 +313,7 @@ static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *la
     if (b->rank == 0 && op != KEEP) drop_leftovers(all->d, b->dir);
     meet(b);
     has(b, ok ? step : *last);
-    if (!ok && saves) { /* the same call, as if nothing had been */
+    if (!ok && saves) { /* the same call works as usual */
         (void)values(b, step, 1, 0);
         CALL(b->w, call_op(b, op, step));
         has(b, step);
@@ -351,7 +353,7 @@ static void calls_body(lab_rank *r) {
     d.stage_bytes = row->stage_bytes;
     bed_open(&b, r, all, 0, &d);
     b.s.event = slow_event, b.s.arg = all;
-    for (int64_t step = 0; step < 2; step++) { /* there is an old one, and one before */
+    for (int64_t step = 0; step < 2; step++) { /* two older checkpoints */
         (void)values(&b, last = step, 1, 0);
         CALL(b.w, fsdp_checkpoint_save(b.ck, b.dir, step));
     }
@@ -399,7 +401,7 @@ TEST_P(long_checkpoint_faults, every_call, all_calls, SECONDS(600) | NIGHT) { ru
 
 /* ---- a file call that never returns ---------------------------------------------------------- */
 
-/* Blocks of their own pages: whoever looks at one that was freed ends by a signal. */
+/* Allocates separate pages: any access to freed memory ends the process by a signal. */
 static size_t pages_of(size_t size) { return (size / 4096 + 1) * 4096; }
 static void *paged_alloc(size_t size, size_t align, void *user) {
     (void)user;
@@ -414,7 +416,7 @@ static void paged_free(void *ptr, size_t size, void *user) {
     (void)user;
     if (ptr) CHECK_EQ_INT(munmap(ptr, pages_of(size)), 0);
 }
-/* What a thread may look at to the end is in a list, for leak checkers. */
+/* A list of memory that a thread may use until the end, for leak checkers. */
 static void *kept[1 << 12];
 static void keep(void *ptr) {
     static int num;
@@ -434,14 +436,14 @@ static void hang_event(shake *s) {
     while (!__atomic_load_n(&all->gate, __ATOMIC_SEQ_CST)) h_nap(&ns);
 }
 /* On a busy machine a call that does not hang may take too long as well: then it is slow, and the
-   case is repeated with more time, at last with enough for any machine. */
+   case is repeated with more time, finally with enough for any machine. */
 enum { STALL_MS = 150, STALL_MOST_MS = 9600 };
 typedef struct stall_case {
     stage all;
     int rank, at, calls, stall_ms, slow;
 } stall_case;
 
-/* Are these the texts that a hang of this call has to give? */
+/* Returns 1 if the texts are those of a hang in this call. */
 static int stall_is_told(const stall_case *c, int size) {
     const stage *all = &c->all;
     const shake *s = &all->beds[c->rank]->s;
@@ -457,7 +459,7 @@ static int stall_is_told(const stall_case *c, int size) {
                                 (strstr(all->text[q], s->call) && strstr(all->text[q], s->path)));
     return good;
 }
-/* The object says why, and touches nothing that the thread may look at. */
+/* The object reports the reason, and does not touch memory that the thread may use. */
 static void stall_again(bed *b, const stall_case *c) {
     char path[FSDP_CHECKPOINT_PATH];
     int64_t found;
@@ -474,7 +476,7 @@ static void stall_body(lab_rank *r) {
     const stall_row *row = (const stall_row *)all->row;
     fsdp_checkpoint_desc d = FSDP_ZERO;
     fsdp_allocator keeps = FSDP_ZERO;
-    bed *b = (bed *)lab_zeros(1, sizeof *b); /* a thread may look at it when all is over */
+    bed *b = (bed *)lab_zeros(1, sizeof *b); /* a thread may use it after the end of the test */
     keep(b);
     keeps.alloc = paged_alloc, keeps.free = paged_free;
     b->allocator = &keeps;
@@ -488,7 +490,7 @@ static void stall_body(lab_rank *r) {
     if (!c->slow) {
         if (row->op <= KEEP) (void)values(b, 1, 1, 0);
         meet(b);
-        const int kind = (c->at + 1) % (row->op <= KEEP ? 3 : 2); /* how it comes back */
+        const int kind = (c->at + 1) % (row->op <= KEEP ? 3 : 2); /* the way in which it returns */
         shake_arm(&b->s, b->rank == c->rank ? c->at : -1, kind == 2 ? SHAKE_WAIT : SHAKE_HANG,
                   kind ? 0 : EIO);
         all->status[b->rank] = (int)call_op(b, row->op, row->op <= KEEP ? 1 : 0);
@@ -502,12 +504,12 @@ static void stall_body(lab_rank *r) {
         meet(b);
         if (!told) c->slow = 1;
     }
-    CHECK_OK(fsdp_shutdown(b->w)); /* the model ends, and the object with it */
+    CHECK_OK(fsdp_shutdown(b->w)); /* destroys the model, and with it the object */
     if (__atomic_add_fetch(&all->tries, 1, __ATOMIC_SEQ_CST) == r->size) /* all have ended */
         __atomic_store_n(&all->gate, 1, __ATOMIC_SEQ_CST);
 }
 
-/* One hang in a process of its own threads. Returns how many file calls the rank has made. */
+/* Runs one hang in a process with its own threads. Returns the number of file calls of the rank. */
 static int stall(const stall_row *row, int rank, int at, int *fired) {
     const int threads = h_entries("/proc/self/task");
     for (int ms = STALL_MS;; ms *= 4) {
@@ -523,7 +525,7 @@ static int stall(const stall_row *row, int rank, int at, int *fired) {
         c->all.d = disk_new();
         c->all.d->quiet = 1;
         lab_run(row->size, &how, stall_body, c);
-        while (h_entries("/proc/self/task") > threads) h_nap(&ns); /* it came back, and ended */
+        while (h_entries("/proc/self/task") > threads) h_nap(&ns); /* the hung thread has ended */
         disk_free(c->all.d);
         if (c->slow) continue;
         *fired += c->all.beds[rank]->s.fired;
@@ -558,7 +560,7 @@ TEST_P(long_checkpoint_faults, stall, all_stalls, SECONDS(600) | NIGHT) { run_st
 
 /* ---- a process is killed at a file call ------------------------------------------------------ */
 
-typedef struct kill_case { /* in memory of all processes */
+typedef struct kill_case { /* in memory that all processes share */
     char dir[400];
     int rank, at, after, op;
     int64_t step;
@@ -570,7 +572,7 @@ typedef struct kill_row {
 } kill_row;
 
 static void die_event(shake *s) {
-    h_rank = s->rank; /* of this thread, which is the worker's */
+    h_rank = s->rank; /* in this thread, which is the worker's */
     h_die(SIGKILL);
 }
 static void kill_body(lab_rank *r) {
@@ -581,7 +583,7 @@ static void kill_body(lab_rank *r) {
     memset(&all, 0, sizeof all);
     memset(&b, 0, sizeof b);
     d.keep = 2;
-    d.no_sync = 1; /* the files are those of the system, which stays */
+    d.no_sync = 1; /* the system's files survive */
     snprintf(b.dir, sizeof b.dir, "%s", c->dir);
     shake_init(&b.s, &system_ops, NULL, r->rank);
     b.s.event = die_event;
@@ -590,11 +592,11 @@ static void kill_body(lab_rank *r) {
     meet(&b);
     if (r->rank == c->rank) shake_arm(&b.s, c->at, c->after ? SHAKE_AFTER : SHAKE_WAIT, 0);
     fsdp_status status = call_op(&b, c->op, c->step);
-    if (r->rank == c->rank) c->calls = b.s.calls; /* it came through */
+    if (r->rank == c->rank) c->calls = b.s.calls; /* it has survived */
     CHECK_MSG(!status || status == FSDP_ERR_PEER_LOST, "%s", fsdp_last_error(b.w));
     (void)fsdp_shutdown(b.w);
 }
-/* A new job of one rank: what is there? */
+/* A new job of one rank looks for checkpoints. */
 typedef struct look_case {
     const char *dir;
     int64_t older, newer, found;
@@ -661,7 +663,7 @@ static void run_kills(const kill_row *row) {
         if (c->calls >= 0) at = 0, round++;
     }
     CHECK(kills > 2 * row->size);
-    (void)system_ops.list(NULL, c->dir, kill_no_leftover, NULL); /* the last save kept order */
+    (void)system_ops.list(NULL, c->dir, kill_no_leftover, NULL); /* the last save has cleaned up */
     h_message("%d ranks killed at a file call; %d times the new checkpoint was there, else the "
               "old one; 0 wrong, 0 mixtures",
               kills, news);
@@ -671,12 +673,12 @@ TEST_P(checkpoint_faults, kill, some_kills, SECONDS(120)) { run_kills(row); }
 static const kill_row all_kills[] = {{"W=2", 2, 1}, {"W=3", 3, 1}};
 TEST_P(long_checkpoint_faults, kill, all_kills, SECONDS(600) | NIGHT) { run_kills(row); }
 
-/* ---- the power goes -------------------------------------------------------------------------- */
+/* ---- power cuts ------------------------------------------------------------------------------ */
 
 enum { POWER_SAVES = 3, SEEN = 1 << 14 };
 typedef struct power_row {
     const char *name;
-    int lost, no_sync, subsets; /* lost: syncs that do nothing */
+    int lost, no_sync, subsets; /* lost: syncs that have no effect */
 } power_row;
 
 static void power_save(lab_rank *r) {
@@ -691,13 +693,13 @@ static void power_save(lab_rank *r) {
         (void)values(&b, step, 1, 0);
         CALL(b.w, call_op(&b, step == 1 ? ASYNC : SAVE, step));
         meet(&b);
-        if (r->rank == 0) disk_mark(all->d, (int)step); /* it has returned */
+        if (r->rank == 0) disk_mark(all->d, (int)step); /* the save has returned */
         meet(&b);
     }
     bed_close(&b);
 }
 
-/* What is wrong behind a cut: NULL, or what. `done` is the newest step whose save had returned. */
+/* Returns what is wrong after a cut, or NULL. `done` is the newest step whose save had returned. */
 static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
     char path[FSDP_CHECKPOINT_PATH];
     int64_t found = -2;
@@ -716,7 +718,7 @@ static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
     return no_sync && status == FSDP_ERR_CORRUPT ? NULL : "what is found does not load";
 }
 
-/* Which effects of a cut happen: number i of `count` choices. */
+/* Chooses the effects of a cut that happen: number i of `count` choices. */
 static void power_choose(unsigned char *chosen, int effects, int i, int all, uint64_t *seed) {
     static const int of_8[] = {0, 8, 4, 7, 1, 4, 6, 2};
     for (int e = 0; e < effects; e++)
@@ -741,7 +743,7 @@ static int power_is_new(power_tally *t, uint64_t hash) {
     return 1;
 }
 
-/* Cuts behind every entry of the log. Ends at the first bad one. */
+/* Cuts after every entry of the log. Stops at the first failure. */
 static void power_cuts(bed *b, const disk *d, const power_row *row, power_tally *t) {
     uint64_t seed = h_seed() * 77 + (uint64_t)row->lost;
     int64_t done = -1;
@@ -808,7 +810,7 @@ static const power_row some_power[] = {{"sync", 0, 0, 300}, {"no_sync", 0, 1, 30
 TEST_P(checkpoint_faults, power_cut, some_power) { run_power(row); }
 static const power_row all_power[] = {{"sync", 0, 0, 1000}, {"no_sync", 0, 1, 1000}};
 TEST_P(long_checkpoint_faults, power_cut, all_power, SECONDS(600) | NIGHT) { run_power(row); }
-/* Each of the syncs is needed, or the model of a disk sees nothing. */
+/* Each sync is needed; otherwise the model of the disk would detect nothing. */
 static const power_row lost_syncs[] = {{"data files", DISK_OF_DATA, 0, 60},
                                        {"manifest", DISK_OF_MANIFEST, 0, 60},
                                        {"temporary directory", DISK_OF_TEMPORARY, 0, 60},
@@ -849,7 +851,8 @@ static void swap_nodes(disk_node *a, disk_node *b) {
     disk_node x = *a;
     *a = *b, *b = x;
 }
-/* Load step 1 as it is now: its values, or a failure that names one of the files. 1: it failed. */
+/* Loads step 1 as it is: it has its values, or fails and names one of the files. Returns 1 if it
+   failed. */
 static int damage_load(bed *b, const damage_row *row, const char *file, const char *other) {
     fsdp_checkpoint_load_desc d = FSDP_ZERO;
     fsdp_checkpoint_report report;
@@ -869,7 +872,7 @@ static int damage_load(bed *b, const damage_row *row, const char *file, const ch
     CHECK_EQ_INT(b->s.files, 0);
     return status != FSDP_OK;
 }
-/* One damage, which rank 0 does and undoes. */
+/* Applies one damage, which rank 0 makes and undoes. */
 static int damage(bed *b, const damage_row *row, int kind, int file, int64_t at) {
     stage *all = b->all;
     disk_node *x = damage_node(all, 1, file);
@@ -895,8 +898,8 @@ static int damage(bed *b, const damage_row *row, int kind, int file, int64_t at)
     int failed = damage_load(b, row, damaged[file],
                              kind != SWAP ? NULL
                              : file       ? damaged[3 - file]
-                                          : "shard-"); /* the data is not that of the manifest */
-    if (kind == TRUNCATE || kind == REMOVE) CHECK_EQ_INT(find(b, path), 0); /* the one before */
+                                          : "shard-"); /* the data does not match the manifest */
+    if (kind == TRUNCATE || kind == REMOVE) CHECK_EQ_INT(find(b, path), 0); /* the previous one */
     meet(b);
     if (b->rank == 0 && kind == FLIP) x->data[at] ^= bit;
     if (b->rank == 0 && kind == TRUNCATE) x->size = size;
@@ -923,9 +926,9 @@ static void damage_body(lab_rank *r) {
         }
         tries += 2;
         failed += damage(&b, row, REMOVE, file, 0);
-        failed += damage(&b, row, SWAP, file, 0); /* with that of another step */
+        failed += damage(&b, row, SWAP, file, 0); /* with the file of another step */
     }
-    failed += damage(&b, row, SWAP, 1, 1); /* with that of another rank */
+    failed += damage(&b, row, SWAP, 1, 1); /* with the file of another rank */
     CHECK_EQ_INT(damage_load(&b, row, "", NULL), 0);
     CHECK(failed > tries - tries / 20 - 3); /* few bits have no meaning */
     if (r->rank == 0)
@@ -968,7 +971,8 @@ typedef struct memory_row {
 static fsdp_status memory_call(bed *b, int op) {
     return op < 0 ? bed_create(b, NULL) : call_op(b, op, op <= KEEP ? 1 : 0);
 }
-/* Allocation number n of a rank fails in one call. 1: there was such an allocation. */
+/* Lets allocation number n of a rank fail in one call. Returns 1 if there was such an allocation.
+   */
 static int memory_try(bed *b, lab_rank *r, int op, int rank, int n) {
     stage *all = b->all;
     snprintf(w_case, sizeof w_case, "allocation %d of rank %d", n, rank);
@@ -981,7 +985,7 @@ static int memory_try(bed *b, lab_rank *r, int op, int rank, int n) {
     const int64_t live = r->heap->live, failures = r->heap->failures;
     if (op >= 0) {
         CALL(b->w, bed_create(b, NULL));
-        if (op >= LOAD) { /* by another object: this one has not made its tables yet */
+        if (op >= LOAD) { /* with another object: this one has no tables yet */
             fsdp_checkpoint *mine = b->ck;
             CALL(b->w, bed_create(b, NULL));
             (void)values(b, 0, 1, 0);
@@ -1007,7 +1011,7 @@ static int memory_try(bed *b, lab_rank *r, int op, int rank, int n) {
         W_CHECK(!fired || strstr(all->text[q], who), "rank %d does not name %s: %s", q, who,
                 all->text[q]);
     }
-    if (fired) CALL(b->w, memory_call(b, op)); /* the next one works */
+    if (fired) CALL(b->w, memory_call(b, op)); /* the next call works */
     if (op >= 0 && op <= KEEP) has(b, 1);
     if (op == LOAD) W_CHECK(!values(b, 0, 0, 0), "wrong values");
     fsdp_checkpoint_destroy(b->ck);
@@ -1030,7 +1034,8 @@ static void memory_body(lab_rank *r) {
     bed_open(&b, r, all, 0, NULL);
     fsdp_checkpoint_destroy(b.ck);
     for (int rank = 0; rank < r->size; rank++)
-        /* memory that a commit lacks ends the world, so only those before it: object, blobs, steps */
+        /* a failed allocation in a commit ends the world: only those before it: object, blobs,
+           steps */
         for (int n = 0; op != -2 || n < 3 - rank; n++) {
             int was_there = memory_try(&b, r, op, rank, n);
             CHECK(was_there || op != -2);
@@ -1058,7 +1063,7 @@ TEST_P(checkpoint_faults, out_of_memory, memory_rows, ASAN) {
     free(all);
 }
 
-/* On host memory a save takes no copies, a save_async one block of them. */
+/* In host memory a save makes no copies, and save_async one block of them. */
 static void copies_body(lab_rank *r) {
     bed b;
     memset(&b, 0, sizeof b);
@@ -1113,7 +1118,7 @@ static void full_body(lab_rank *r) {
             "%s", fsdp_last_error(b.w));
     const int first = !status;
     has(&b, first ? 0 : -1);
-    if (first) { /* and another one beside it */
+    if (first) { /* a second one */
         (void)values(&b, 1, 1, 0);
         status = fsdp_checkpoint_save(b.ck, b.dir, 1);
         W_CHECK(!status || (status == FSDP_ERR_IO &&
@@ -1121,11 +1126,11 @@ static void full_body(lab_rank *r) {
                 "%s", fsdp_last_error(b.w));
         has(&b, status ? 0 : 1);
     }
-    int entries = h_entries(b.dir) - 2; /* nothing is left of those that failed */
+    int entries = h_entries(b.dir) - 2; /* no failed save has left anything */
     W_CHECK(entries == first + (first && !status), "%d names in %s", entries, b.dir);
     if (r->rank == 0) c->saved = first + (first && !status);
     meet(&b);
-    if (status && r->rank == 0) h_remove_tree(b.dir); /* with room, the same save works */
+    if (status && r->rank == 0) h_remove_tree(b.dir); /* with space, the same save works */
     meet(&b);
     if (status && first) {
         (void)values(&b, 1, 1, 0);
@@ -1161,7 +1166,7 @@ TEST(checkpoint_faults, full_disk, ASAN) {
 /* ---- a rank dies, stops, or stays away while others wait for files --------------------------- */
 
 enum { DIES, STOPS, LEAVES, LOST_MS = 3000, MEETS = 1, TOLD = 2 };
-typedef struct lost_case { /* in memory of all processes */
+typedef struct lost_case { /* in memory that all processes share */
     int how, op;
     pid_t victim;
     char dir[400];
@@ -1171,13 +1176,13 @@ typedef struct lost_row {
     int how, op;
 } lost_row;
 
-/* In a file call of the victim: when rank 0 has met the others in some rounds. */
+/* Runs within a file call of the victim, after some collectives of rank 0 with the others. */
 static void lost_event(shake *s) {
     const lost_case *c = (const lost_case *)s->arg;
     h_await_marks(MEETS, 8);
     h_rank = s->rank;
     if (c->how == DIES) h_die(SIGKILL);
-    h_shared->state[s->rank + 1] = H_DIES; /* by the hand of rank 0 */
+    h_shared->state[s->rank + 1] = H_DIES; /* rank 0 kills it */
     raise(SIGSTOP);
 }
 static void lost_body(lab_rank *r) {
@@ -1232,7 +1237,7 @@ static void run_lost(const lost_row *row) {
     c->how = row->how, c->op = row->op;
     snprintf(c->dir, sizeof c->dir, "%s/run", h_tmpdir());
     lab_run(3, &how, lost_body, c);
-    (void)look(c->dir, 0, 0); /* the old one is there */
+    (void)look(c->dir, 0, 0); /* the old one exists */
 }
 static const lost_row lost_rows[] = {{"dies", DIES, SAVE},
                                      {"dies/load", DIES, LOAD},
@@ -1241,7 +1246,7 @@ static const lost_row lost_rows[] = {{"dies", DIES, SAVE},
                                      {"leaves", LEAVES, ASYNC}};
 TEST_P(checkpoint_faults, lost_rank, lost_rows, ASAN) { run_lost(row); }
 
-/* ---- what strangers write -------------------------------------------------------------------- */
+/* ---- untrusted files ------------------------------------------------------------------------- */
 
 typedef struct seeds {
     uint8_t *input[8];
@@ -1257,7 +1262,7 @@ static void keep_seed(const char *name, const uint8_t *input, size_t size, void 
     memcpy(s->input[s->num], input, size);
     s->size[s->num++] = size;
 }
-/* One to four changes: a bit, a byte, a number more or less, bytes moved or left out. */
+/* Makes one to four changes: a bit, a byte, a number changed by one, bytes moved or removed. */
 static size_t mutate(uint8_t *in, size_t size, uint64_t *random) {
     static const char chars[] = "\"{}[],:0123456789aefx\\ -.";
     for (int i = 1 + lab_pick(random, 4); i > 0 && size > 8; i--) {

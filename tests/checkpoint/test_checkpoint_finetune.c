@@ -1,5 +1,5 @@
-/* test_checkpoint_finetune.c - checkpoints of base models: adapters beside a strict base, weights
-   that are tied, what `partial` leaves out, rows of sources, who writes small tensors.
+/* test_checkpoint_finetune.c - checkpoints of base models: adapters next to a strict base, tied
+   weights, tensors that `partial` leaves out, rows of sources, and which rank writes small tensors.
 
    SPDX-License-Identifier: MIT */
 #include "lab_ckmodel.h"
@@ -17,8 +17,8 @@ static fsdp_unit *named_unit(fsdp_world *w, fsdp_model *m, const char *name,
     return lab_unit(w, m, &like, params, count);
 }
 
-/* A file of others: tensors of `rows` rows and `cols` columns; element k of tensor n is
-   100 (n + 1) + k. */
+/* Writes a file like other programs': tensors with `rows` rows and `cols` columns; element k of
+   tensor n is 100 (n + 1) + k. */
 static void write_file(const char *path, const char *const *names, int num, int rows, int cols) {
     fsdp_safetensors_entry e[4];
     float data[256];
@@ -92,7 +92,7 @@ static void lora_step(lora *m) {
     CALL(m->r->w, fsdp_adamw_step(m->opt, 0.5));
     CALL(m->r->w, fsdp_zero_grad(m->model));
 }
-/* All values, in the order of the model. */
+/* Reads all values, in the order of the model. */
 static void lora_values(lora *m, float *out) {
     for (int l = 0; l < LAYERS; l++)
         for (int p = 0; p < 3; p++) {
@@ -119,7 +119,7 @@ static void adapters(lab_rank *r) {
             "lacks 1 of 2 tensors: 'h.1.w'; it has 1 that nobody asks for: 'h.1.weight'");
     lora_values(&m, v);
     CHECK_EQ_MEM(v, at_first, sizeof v);
-    CALL(r->w, fsdp_checkpoint_load(m.base, base, NULL)); /* no adapters in it */
+    CALL(r->w, fsdp_checkpoint_load(m.base, base, NULL)); /* without adapters */
     lora_values(&m, v);
     for (int l = 0, at = 0; l < LAYERS; l++)
         for (int k = 0; k < WIDTH * WIDTH + 2 * WIDTH * RANK; k++, at++)
@@ -127,13 +127,13 @@ static void adapters(lab_rank *r) {
                       "layer %d, element %d: %g", l, k, (double)v[at]);
     lora_step(&m);
     CALL(r->w, fsdp_checkpoint_save(m.adapters, dir, 1));
-    if (r->rank == 0) { /* adapters and their states alone */
+    if (r->rank == 0) { /* adapters and their states only */
         fsdp_checkpoint_reader *reader;
         fsdp_checkpoint_contents c;
         fsdp_checkpoint_tensor t;
         CHECK_OK(fsdp_checkpoint_open(ck_step_path(dir, 1), NULL, NULL, &reader, text, 256));
         CHECK_OK(fsdp_checkpoint_contents_of(reader, &c));
-        CHECK_EQ_INT(c.num_tensors, LAYERS * 2 * 4); /* two moments and a step of each */
+        CHECK_EQ_INT(c.num_tensors, LAYERS * 2 * 4); /* two moments and a step for each */
         for (int i = 0; i < c.num_tensors; i++) {
             CHECK_OK(fsdp_checkpoint_tensor_at(reader, i, &t));
             CHECK_MSG(strstr(t.name, ".up") || strstr(t.name, ".down"), "%s", t.name);
@@ -150,14 +150,14 @@ static void adapters(lab_rank *r) {
     CALL(r->w, fsdp_checkpoint_load(m.adapters, ck_step_path(dir, 1), NULL));
     lora_values(&m, again);
     CHECK_EQ_MEM(again, v, sizeof v);
-    lora_step(&m); /* with the optimizer's states */
+    lora_step(&m); /* uses the optimizer's states */
     lora_values(&m, again);
     CHECK_EQ_MEM(again, later, sizeof later);
     REFUSED(r->w, fsdp_checkpoint_load(m.adapters, base, NULL), "'h.0.down'");
 }
 TEST_P(checkpoint, adapters, ranks_1_to_3) { lab_run(row->ranks, NULL, adapters, NULL); }
 
-/* What partial leaves out is logged once, by one rank, with its names. */
+/* Tensors that `partial` leaves out are logged once, by one rank, with their names. */
 static int lines_of_partial;
 static void count_partial(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)user;
@@ -188,9 +188,9 @@ static void partial(lab_rank *r) {
     CALL(r->w, fsdp_barrier(r->w));
     CHECK_EQ_INT(__atomic_load_n(&lines_of_partial, __ATOMIC_SEQ_CST), 1);
     CALL(r->w, fsdp_barrier(r->w));
-    CALL(r->w, fsdp_checkpoint_load(m.base, bad, &ld)); /* another text: h.1.w alone */
+    CALL(r->w, fsdp_checkpoint_load(m.base, bad, &ld)); /* another text: h.1.w only */
     if (r->rank == 0) CHECK(strstr(fsdp_last_error(r->w), "lacks 1 of 2 tensors"));
-    ld.source = lacks_one; /* it says what is asked for: other names of the file are no mistake */
+    ld.source = lacks_one; /* with sources, other names in the file are no mistake */
     CALL(r->w, fsdp_checkpoint_load(m.base, bad, &ld));
     if (r->rank == 0)
         CHECK_MSG(strstr(fsdp_last_error(r->w), "lacks 1 of 2 tensors") &&
@@ -206,7 +206,7 @@ TEST_P(checkpoint, partial_is_logged_once, ranks_1_to_3) {
 /* ---- tied weights ---------------------------------------------------------------------------- */
 
 enum { VOCAB = 6, DIM = 4, TIED_STEPS = 3 };
-/* Forward and backward of one token: loss = |W W[token] - onehot|^2 / 2. Adds to d, and scales. */
+/* Adds the gradient of one token to d: loss = |W W[token] - onehot|^2 / 2. */
 static void tied_gradient(const double *w, int token, double *d) {
     double x[DIM], y[VOCAB];
     for (int j = 0; j < DIM; j++) x[j] = w[token * DIM + j];
@@ -255,7 +255,7 @@ static void tied(lab_rank *r) {
     ck_dir(path, "tied.safetensors"), ck_dir(dir, "run"), ck_dir(out, "exported");
     if (r->rank == 0) write_file(path, names, 1, VOCAB, DIM);
     CALL(r->w, fsdp_barrier(r->w));
-    fsdp_model *wrong = lab_model(r->w, NULL); /* two parameters: refused, and told what to do */
+    fsdp_model *wrong = lab_model(r->w, NULL); /* two parameters: refused, with advice */
     named_unit(r->w, wrong, "wte", &p, 1);
     named_unit(r->w, wrong, "lm_head", two, 1);
     CALL(r->w, fsdp_checkpoint_create(wrong, NULL, &untied));
@@ -265,7 +265,7 @@ static void tied(lab_rank *r) {
                      "parameter, and open its unit for both uses "
                      "(docs/checkpoints.md, Tied weights)"),
               "%s", fsdp_last_error(r->w));
-    for (int dim = 0; dim < 2; dim++) { /* of another shape: it is not tied */
+    for (int dim = 0; dim < 2; dim++) { /* with another shape it is not tied */
         two[0] = fsdp_mat("weight", VOCAB + !dim, DIM + dim);
         wrong = lab_model(r->w, NULL);
         named_unit(r->w, wrong, "wte", &p, 1);
@@ -298,7 +298,7 @@ static void tied(lab_rank *r) {
                     "step %d, element %d: %g, expected %g", step, k, (double)got[k], w[k]);
     }
     CALL(r->w, fsdp_checkpoint_save(ck, dir, 1));
-    if (r->rank == 0) { /* saved and exported: one tensor */
+    if (r->rank == 0) { /* saved and exported as one tensor */
         fsdp_checkpoint_reader *reader;
         fsdp_checkpoint_contents c;
         fsdp_checkpoint_tensor t;
@@ -318,8 +318,8 @@ TEST_P(checkpoint, tied_weights, ranks_1_to_3) { lab_run(row->ranks, NULL, tied,
 
 /* ---- rows of sources ------------------------------------------------------------------------- */
 
-/* Two sources of a parameter of four rows: the files lack the first, which tells no rows, and have
-   `rows` rows of the second. More than four are refused, and change nothing. */
+/* Two sources for a parameter of four rows: the files lack the first, whose rows are not given, and
+   have `rows` rows of the second. More than four are refused, and change nothing. */
 static int first_is_missing(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
     (void)user, (void)v;
     snprintf(out[0].name, sizeof out[0].name, "missing");
@@ -344,12 +344,12 @@ static void rows_of_sources(lab_rank *r) {
         CALL(r->w, fsdp_param_load(u, 0, begin));
         CALL(r->w, fsdp_barrier(r->w));
         snprintf(text, sizeof text, "[E439] checkpoint_load: the sources of 'u.w' have %d rows",
-                 rows > 5 ? 5 : rows); /* more than that are not counted */
+                 rows > 5 ? 5 : rows); /* more are not counted */
         if (rows > 4) REFUSED(r->w, fsdp_checkpoint_load(ck, path, &ld), text);
         else CALL(r->w, fsdp_checkpoint_load(ck, path, &ld));
         CALL(r->w, fsdp_param_full(u, 0, got));
         for (int k = 0; k < 8; k++) {
-            const int row = k / 2 - (4 - rows); /* of A */
+            const int row = k / 2 - (4 - rows); /* row of A */
             float want = rows > 4 || row < 0 ? begin[k] : (float)(100 + 2 * row + k % 2);
             W_CHECK(got[k] == want, "%d rows: element %d is %g, expected %g", rows, k,
                     (double)got[k], (double)want);
@@ -361,9 +361,10 @@ TEST_P(checkpoint, rows_of_sources, ranks_1_to_3) {
     lab_run(row->ranks, NULL, rows_of_sources, NULL);
 }
 
-/* ---- who writes ------------------------------------------------------------------------------ */
+/* ---- which rank writes ----------------------------------------------------------------------- */
 
-/* Replicas share the rows of a tensor that has 64 KiB for each of them, and take turns else. */
+/* Replicas share the rows of a tensor with 64 KiB or more for each of them, and otherwise take
+   turns. */
 static void small_tensors(lab_rank *r) {
     static const int64_t floats[] = {64 * 128 * 2, 64 * 256 * 2 - 64, 64 * 256 * 2, 64 * 300 * 2};
     static const int boxes[] = {1, 1, 2, 2};
@@ -399,8 +400,8 @@ static void small_tensors(lab_rank *r) {
 }
 TEST(checkpoint, small_tensors_have_one_writer) { lab_run(2, NULL, small_tensors, NULL); }
 
-/* Directories that somebody has put into a checkpoint are removed 16 deep, itself counted, and no deeper: so a link
-   or a mount that loops does not hold the worker. */
+/* Directories that someone has put into a checkpoint are removed to a depth of 16, including the
+   top, and no deeper: so a link or a mount that loops cannot block the worker. */
 static void deep(lab_rank *r) {
     const int levels = *(const int *)r->arg;
     fsdp_param_desc p = fsdp_vec("w", 8);

@@ -1,6 +1,5 @@
-/* test_checkpoint_train.c - checkpoints of a run: it resumes with the same bits; saves beside
-   training, with how much memory; ranks whose disks are slow; and what PyTorch's tests of
-   state_dict ask for.
+/* test_checkpoint_train.c - checkpoints of a run: it resumes with equal bits; saves during training
+   and their memory; ranks with slow disks; and PyTorch's tests of state_dict.
 
    SPDX-License-Identifier: MIT */
 #include "lab_ckmodel.h"
@@ -18,7 +17,7 @@ enum { UNITS = 3, STEPS = 20, HALF = 10 };
 typedef struct run_case {
     const char *name;
     ck_layout first, second;
-    int same;  /* bits; else 1e-6 */
+    int same;  /* equal bits; otherwise 1e-6 */
     int micro; /* batches of a step; all but the last do not reduce */
 } run_case;
 
@@ -34,8 +33,8 @@ static void start_value(void *user, const fsdp_param_view *block) {
                       fsdp_view_index(block, k)));
 }
 
-/* Gradients depend on the parameters, the step and, if a run is continued on the same mesh, the
-   rank. scale: of a scaler; in one step of seven a gradient is infinite. */
+/* Gradients depend on the parameters, the step and, if a run continues on the same mesh, the rank.
+   scale: of a scaler; in one of seven steps a gradient is infinite. */
 static void batch(ck_model *m, int step, int micro, int by_rank, double scale) {
     fsdp_world *w = m->w;
     for (int u = 0; u < UNITS; u++) lab_forward(w, m->unit[u]);
@@ -85,7 +84,7 @@ static void begin_run(ck_model *m, lab_rank *r, fsdp_world *w, const ck_layout *
     CALL(w, fsdp_init_params(m->model, start_value, NULL));
 }
 
-/* All parameters and the scale, of a run that was not interrupted. */
+/* Keeps all parameters and the scale of a run that was not interrupted. */
 static void keep_result(ck_model *m, const char *name) {
     fsdp_param_view v = FSDP_ZERO;
     float *all = (float *)lab_zeros(4096, sizeof *all);
@@ -139,7 +138,7 @@ static void resumed_run(lab_rank *r) {
     ck_model m;
     fsdp_world *w = lab_world(r, 1, c->second.lanes, NULL);
     begin_run(&m, r, w, &c->second);
-    train_step(&m, 99, 1, 0); /* whatever was before */
+    train_step(&m, 99, 1, 0); /* any earlier state */
     CALL(w, fsdp_checkpoint_find(m.ck, ck_dir(dir, "run"), -1, path, sizeof path, &step));
     CHECK_EQ_INT(step, HALF);
     CALL(w, fsdp_checkpoint_load(m.ck, path, NULL));
@@ -180,7 +179,7 @@ TEST_P(checkpoint_run, resumes, runs) {
     same_result(row->same ? 0 : 1e-6);
 }
 
-/* ---- saves beside training ------------------------------------------------------------------- */
+/* ---- saves during training ------------------------------------------------------------------- */
 
 static const ck_param large_rows[] = {{0, "w", FSDP_F32, 2, {6001, 100}, 0, 0, 0},
                                       {1, "b", FSDP_BF16, 1, {77}, 0, 0, 0},
@@ -192,7 +191,7 @@ typedef struct async_case {
     const char *name;
     const ck_net *net;
     ck_layout at;
-    int64_t stage; /* -1: exactly what this rank writes */
+    int64_t stage; /* -1: as many bytes as this rank writes */
 } async_case;
 static const async_case asyncs[] = {
     {"all/W=1", &large, FSDP(1, CK_ADAMW, 0, 0, 0), 0},
@@ -207,7 +206,7 @@ static const async_case asyncs[] = {
     {"bytes/W=2", &small, FSDP(2, CK_ADAMW, 0, 0, 0), 7},
 };
 
-/* The worker waits at its first write until all ranks have marked a place. */
+/* The worker waits at its first write until all ranks have set a mark. */
 typedef struct gate {
     int place, count, closed;
 } gate;
@@ -244,9 +243,10 @@ static void async(lab_rank *r) {
     const int64_t stage = c->stage < 0 ? all : c->stage;
     open_gated(&m, &files, &g, stage);
     CHECK_EQ_INT(fsdp_checkpoint_nbytes(m.ck), stage > 0 && stage < all ? stage : all);
-    g.closed = stage == 0 || stage >= all; /* with less room the call has to wait for the worker */
+    /* with a smaller buffer the call must wait for the worker */
+    g.closed = stage == 0 || stage >= all;
     CALL(w, fsdp_checkpoint_save_async(m.ck, ck_dir(dir, "run"), 1));
-    ck_fill(&m, 2); /* at once */
+    ck_fill(&m, 2); /* while the save runs */
     if (g.closed)
         for (int k = 0; k < 3; k++) {
             CALL(w, fsdp_checkpoint_poll(m.ck, &busy));
@@ -254,7 +254,7 @@ static void async(lab_rank *r) {
             CHECK(!ck_exists(ck_step_path(dir, 1)));
         }
     h_mark(0);
-    CALL(w, fsdp_checkpoint_save_async(m.ck, dir, 2)); /* completes the first one */
+    CALL(w, fsdp_checkpoint_save_async(m.ck, dir, 2)); /* completes the first save */
     CHECK(ck_exists(ck_step_path(dir, 1)));
     ck_fill(&m, 3);
     do CALL(w, fsdp_checkpoint_poll(m.ck, &busy));
@@ -283,7 +283,7 @@ TEST_P(checkpoint_async, values, asyncs, NCCL) {
     lab_run(row->at.size, &how, async, (void *)(uintptr_t)row);
 }
 
-/* An allocator that knows how much there was at a time. */
+/* An allocator that knows its maximum. */
 typedef struct peak_heap {
     w_heap heap; /* first: it is the user of both functions */
     int64_t peak;
@@ -303,7 +303,7 @@ static fsdp_world *peak_world(lab_rank *r, peak_heap *h) {
     CALL(NULL, fsdp_init(&d, &w));
     return w;
 }
-/* Bytes that are there at most during one save; and how many allocations it makes. */
+/* Returns the maximum of additional bytes during one save, and its number of allocations. */
 static int64_t peak_of(ck_model *m, peak_heap *h, int is_async, const char *dir, int step,
                        int64_t *allocations) {
     int64_t before = h->heap.live_bytes, count = w_allocations(&h->heap);
@@ -332,24 +332,24 @@ static void memory(lab_rank *r) {
     ck_open(&m, &d);
     ck_dir(dir, "run");
     tables = peak_of(&m, &h, 0, dir, 1, &count);
-    if (lib_on_streams(w)) { /* two pieces, or less */
+    if (lib_on_streams(w)) { /* at most two pieces */
         copies = d.stage_bytes ? d.stage_bytes : 8 << 20;
         if (copies > all) copies = all;
-    } /* on host memory no copies */
+    } /* no copies in host memory */
     CHECK_MSG(tables - copies < 100000 && tables >= copies, "a save took %lld bytes",
               (long long)tables);
     CHECK(count > 0);
     CHECK_EQ_INT(peak_of(&m, &h, 0, dir, 2, &count), 0);
     CHECK_EQ_INT(count, 0);
     more = fsdp_checkpoint_nbytes(m.ck);
-    more = more > copies ? more + 64 : 0; /* what fsdp_alloc puts before a block is 64 bytes */
+    more = more > copies ? more + 64 : 0; /* fsdp_alloc uses 64 bytes before each block */
     CHECK_EQ_INT(peak_of(&m, &h, 1, dir, 3, &count), more);
     CHECK_EQ_INT(count, more > 0);
     for (int step = 4; step < 8; step++) {
         CHECK_EQ_INT(peak_of(&m, &h, step & 1, dir, step, &count), 0);
         CHECK_EQ_INT(count, 0);
     }
-    /* A load gives back what it takes: headers, tables, two pieces. */
+    /* A load frees what it allocates: headers, tables, two pieces. */
     int64_t before = h.heap.live_bytes;
     h.peak = before;
     ck_load(&m, dir, 7, FSDP_VERIFY_ALL);
@@ -358,7 +358,7 @@ static void memory(lab_rank *r) {
     ck_load(&m, dir, 6, FSDP_VERIFY_NONE);
     CHECK_EQ_INT(h.heap.live_bytes, before);
     ck_check(&m, 1, 1);
-    /* One file call that fails, or memory that is not there, loses none. */
+    /* A file call that fails, or lack of memory, leaks nothing. */
     for (int64_t n = 0; n < 4; n++) {
         w_fail(&h.heap, r->rank == 0 ? n : -1);
         fsdp_status status = fsdp_checkpoint_load(m.ck, ck_step_path(dir, 7), NULL);
@@ -371,7 +371,7 @@ static void memory(lab_rank *r) {
     fsdp_checkpoint_destroy(m.ck);
     CHECK(h.heap.live < before);
     count = h.heap.live;
-    ck_open(&m, NULL); /* as much as an object takes is given back */
+    ck_open(&m, NULL); /* destroying an object frees all of its memory */
     fsdp_checkpoint_destroy(m.ck);
     CHECK_EQ_INT(h.heap.live, count);
     ck_end(&m);
@@ -391,7 +391,7 @@ TEST_P(checkpoint_async, memory, memories) {
     lab_run(row->at.size, &how, memory, (void *)(uintptr_t)row);
 }
 
-/* A save that nobody waits for is given up; one that fails says so in poll or wait, on all ranks. */
+/* A save without a wait is abandoned; a failed one is reported by poll or wait, on all ranks. */
 static int fail_second(ck_files *f, const char *call, const char *path) {
     (void)path;
     return f->user && f->rank == 1 && !strcmp(call, "write") ? ENOSPC : 0;
@@ -414,7 +414,7 @@ static void given_up(lab_rank *r) {
     h_mark(0);
     fsdp_checkpoint_destroy(m.ck);
     CALL(r->w, fsdp_barrier(r->w));
-    CHECK_EQ_INT(ck_num_names(dir), 1); /* the one with a dot */
+    CHECK_EQ_INT(ck_num_names(dir), 1); /* the one that begins with a dot */
     CHECK(!ck_exists(ck_step_path(dir, 1)));
     memset(&files, 0, sizeof files);
     files.before = fail_second, files.rank = r->rank, files.user = &files;
@@ -435,7 +435,7 @@ static void given_up(lab_rank *r) {
     CALL(r->w, fsdp_barrier(r->w));
     CHECK_EQ_INT(ck_num_names(dir), 1);
     fsdp_checkpoint_destroy(m.ck);
-    d.stage_bytes = 64; /* the worker fails while the call still copies, or a moment later */
+    d.stage_bytes = 64; /* the worker fails while the call still copies, or shortly after */
     ck_open(&m, &d);
     status = fsdp_checkpoint_save_async(m.ck, dir, 3);
     if (!status) status = fsdp_checkpoint_wait(m.ck);
@@ -445,12 +445,12 @@ static void given_up(lab_rank *r) {
     files.user = NULL;
     CALL(r->w, fsdp_checkpoint_save_async(m.ck, dir, 4));
     CALL(r->w, fsdp_checkpoint_wait(m.ck));
-    CHECK_EQ_INT(ck_num_names(dir), 1); /* with keep, what was left is removed */
+    CHECK_EQ_INT(ck_num_names(dir), 1); /* with keep, the rest is removed */
     ck_fill(&m, 2);
     ck_load(&m, dir, 4, FSDP_VERIFY_ALL);
     ck_check(&m, 1, 1);
     CALL(r->w, fsdp_checkpoint_save_async(m.ck, dir, 5));
-    ck_end(&m); /* the end of the model gives it up, too */
+    ck_end(&m); /* destroying the model also abandons it */
 }
 TEST(checkpoint_async, given_up) { lab_run(2, NULL, given_up, NULL); }
 
@@ -459,7 +459,7 @@ TEST(checkpoint_async, given_up) { lab_run(2, NULL, given_up, NULL); }
 enum { DEADLINE_MS = 1000 };
 typedef struct slow {
     const char *call;
-    int rank, times; /* how often still */
+    int rank, times; /* times: remaining calls */
 } slow;
 static int dawdle(ck_files *f, const char *call, const char *path) {
     slow *s = (slow *)f->user;
@@ -499,7 +499,7 @@ static void slow_body(lab_rank *r) {
     open_slow(&m, r, &files, &s, 0);
     ck_fill(&m, 1);
     ck_dir(dir, "run");
-    if (strcmp(s.call, "read") && strcmp(s.call, "open")) { /* also beside training */
+    if (strcmp(s.call, "read") && strcmp(s.call, "open")) { /* also during training */
         CALL(w, fsdp_checkpoint_save_async(m.ck, dir, 1));
         ck_fill(&m, 2);
         CALL(w, fsdp_barrier(w));
@@ -525,12 +525,12 @@ TEST(long_checkpoint_slow, rename, NIGHT) { on_hasty(3, slow_body, &slow_calls[2
 TEST(checkpoint_slow, read, SLOW | AT_NIGHT(ASAN)) { on_hasty(3, slow_body, &slow_calls[3]); }
 TEST(long_checkpoint_slow, open, NIGHT) { on_hasty(3, slow_body, &slow_calls[4]); }
 
-/* A file call that does not end: all ranks fail, the object is of no use any more, and the world is.
-   If it ends after all, its thread touches neither files nor the model any more. */
+/* A file call does not end: all ranks fail, and the object is unusable, but not the world. If the
+   call ends later, its thread touches neither files nor the model. */
 static const struct stall {
     const char *name, *call;
 } stalls[] = {{"save", "write"}, {"load", "read"}};
-static int calls_behind; /* the one that hung, and not of close */
+static int calls_behind; /* later calls, without close */
 static int hang(ck_files *f, const char *call, const char *path) {
     const struct stall *s = (const struct stall *)f->user;
     (void)path;
@@ -552,7 +552,7 @@ static void stalled(lab_rank *r) {
     static const ck_layout at = FSDP(2, CK_ADAMW, 0, 0, 0);
     const struct stall *s = (const struct stall *)r->arg;
     fsdp_checkpoint_desc d = FSDP_ZERO;
-    static ck_files files[2]; /* the thread that is left looks at it */
+    static ck_files files[2]; /* the hung thread may read it */
     char dir[512], text[100];
     ck_model m;
     fsdp_world *w = hasty_world(r, 30000);
@@ -576,7 +576,7 @@ static void stalled(lab_rank *r) {
     REFUSED_AS(FSDP_ERR_IO, w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 1), NULL),
                "rank 1: [E422] checkpoint_load: no progress");
     CALL(w, fsdp_barrier(w));
-    CHECK_EQ_INT(ck_num_names(dir), 1); /* rank 0 has removed what was there */
+    CHECK_EQ_INT(ck_num_names(dir), 1); /* rank 0 has removed the temporary directory */
     fsdp_checkpoint_destroy(m.ck);
     ck_open(&m, NULL); /* another object */
     ck_fill(&m, 2);
@@ -588,15 +588,15 @@ static void stalled(lab_rank *r) {
     CHECK_OK(fsdp_shutdown(w));
     if (!is_load && r->rank) end_hang();
 }
-/* Not with AddressSanitizer: what a stuck thread holds stays allocated. */
+/* Not with AddressSanitizer: memory of a hung thread stays allocated. */
 TEST_P(checkpoint_slow, stalled, stalls, SLOW | NO(ASAN)) { on_hasty(2, stalled, row); }
 
-/* ---- state dicts through files: PyTorch's test_fully_shard_state_dict ------------------------- */
+/* ---- state dicts through files: PyTorch's test_fully_shard_state_dict ------------------------ */
 
 enum { MLP_ROWS = 12 };
 
-/* MLPs of this width; the widest are cut along the larger dim. With tensor parallelism there is one,
-   and what all ranks of a group have is a unit of its own. */
+/* Returns a net of MLPs of this width; the widest are sharded along the larger dim. With tensor
+   parallelism there is one, and a unit for the parameters that all ranks of a group have. */
 static ck_net mlps(ck_param rows[MLP_ROWS], int dim, int tp) {
     ck_net out = {rows, tp ? 4 : 12};
     for (int u = 0; u < out.count / 4; u++) {
@@ -616,7 +616,7 @@ static int pointers(const ck_model *m, void *out[MLP_ROWS]) {
     while (fsdp_next_param(m->model, &v)) out[count++] = v.shard;
     return count;
 }
-/* What a forward sees is what was loaded. */
+/* Checks that a forward gathers the loaded values. */
 static void check_gathered(ck_model *m, int unit, uint64_t seed) {
     fsdp_param_view v = FSDP_ZERO;
     char name[64];
@@ -649,7 +649,7 @@ static void dict_body(lab_rank *r) {
         snprintf(name, sizeof name, "dim%d", dims[n]);
         ck_dir(dir, name);
         ck_begin(&m, r, r->w, &toy, at);
-        for (int kept = 0; kept < 2; kept++) { /* 1: behind a forward that never reshards */
+        for (int kept = 0; kept < 2; kept++) { /* 1: after a forward that never reshards */
             CALL(r->w,
                  fsdp_set_reshard_after_forward(m.model, NULL, kept ? FSDP_RESHARD_NEVER : 1));
             ck_fill(&m, 1);
@@ -676,7 +676,7 @@ TEST_P(state_dict, dp_state_dict_save_load, dict_layouts) {
     lab_run(8, NULL, dict_body, (void *)(uintptr_t)row);
 }
 
-/* A rank alone gets the whole tensors of any mesh: full_tensor, and full_state_dict of rank 0. */
+/* A single rank reads the full tensors of any mesh: full_tensor, and full_state_dict of rank 0. */
 static void whole_dict(lab_rank *r) {
     static const ck_layout one = {"one", 1, CK_FSDP, 0, 0, 0, CK_NONE, 0, 0, 0, 0, 0, 0};
     const ck_net *toy = (const ck_net *)r->arg;
@@ -693,7 +693,7 @@ static void whole_dict(lab_rank *r) {
 typedef struct tp_dict {
     const ck_net *net;
     const ck_layout *at;
-    int load; /* 1: what one rank has saved */
+    int load; /* 1: loads a checkpoint that one rank has saved */
 } tp_dict;
 static void tp_dict_body(lab_rank *r) {
     const tp_dict *c = (const tp_dict *)r->arg;
@@ -739,7 +739,7 @@ TEST(state_dict, 2d_state_dict_correctness) { tp_dicts(&dp_tp, tp_dims + 1, 1); 
    one rank loads as whole tensors what 4 ranks with offload saved, and the reverse. */
 TEST(state_dict, rank0_offload_full_state_dict) { tp_dicts(&offloaded, tp_dims + 1, 1); }
 
-/* A part of a model is loaded, then the rest, in several calls. */
+/* Loads a part of a model, then the rest, in several calls. */
 static int only_unit(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
     (void)out;
     return ck_row(v)->unit == *(const int *)user;
@@ -776,7 +776,7 @@ static void offload_dict(lab_rank *r) {
    load of each unit, the others keep their values. The rest: fully_shard_state_dict.cpu_offload. */
 TEST(state_dict, dp_state_dict_cpu_offload) { lab_run(4, NULL, offload_dict, NULL); }
 
-/* What is loaded later is what later saves have: nothing is cached. */
+/* Saves contain the values that were loaded last: nothing is cached. */
 static void cached(lab_rank *r) {
     ck_param rows[MLP_ROWS];
     ck_net toy = mlps(rows, 3, 0);

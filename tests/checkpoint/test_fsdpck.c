@@ -1,6 +1,6 @@
 /* test_fsdpck.c - checkpoints without a world: the reader, verify and export of fsdp_checkpoint.h,
-   against the golden directories of PyTorch and transformers; damage of every byte; file calls that
-   fail; and tools/fsdpck with every verb and exit status. The tool under test is $FSDPCK, or
+   compared with the golden directories of PyTorch and transformers; damage of every byte; file
+   calls that fail; and tools/fsdpck with every verb and exit status. The tool under test is $FSDPCK, or
    tools/fsdpck.
 
    SPDX-License-Identifier: MIT */
@@ -19,7 +19,7 @@ typedef struct blob {
     int64_t size;
 } blob;
 
-static char said[16384]; /* of the last call or command */
+static char said[16384]; /* output of the last call or command */
 #define SAID said, sizeof said
 
 /* ---- files ----------------------------------------------------------------------------------- */
@@ -67,7 +67,7 @@ static void says(const char *part) {
     CHECK_MSG(strstr(said, part), "\"%s\" does not say \"%s\"", said, part);
 }
 
-/* A safetensors file of these tensors, one byte or element after another of a closed form. */
+/* Writes a safetensors file of these tensors, whose elements follow from a formula. */
 static void store_tensors(const char *dir, const char *leaf, fsdp_safetensors_entry *e, int n) {
     int64_t need = fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, NULL, 0);
     CHECK(need > 0);
@@ -78,7 +78,7 @@ static void store_tensors(const char *dir, const char *leaf, fsdp_safetensors_en
     CHECK_EQ_INT(fsdp_safetensors_print(e, n, 0, NULL, NULL, 0, (char *)room + 8, need), need);
     for (int64_t i = 0; i < data; i++)
         room[8 + need + i] = (unsigned char)(golden_splitmix64((uint64_t)i / 4) >> (8 * (i % 4)));
-    for (int i = 0; i < n; i++) /* no NaN and no infinity: the exponent is small */
+    for (int i = 0; i < n; i++) /* the exponent is small, so that no NaN or infinity occurs */
         if (e[i].dtype == FSDP_F32)
             for (int64_t k = e[i].begin; k < e[i].end; k += 4)
                 room[8 + need + k + 3] = (unsigned char)(0x3f | (room[8 + need + k + 3] & 0x80));
@@ -116,7 +116,7 @@ static int64_t index_of(const fsdp_checkpoint_reader *r, const char *name) {
     return -1;
 }
 
-/* The whole tensor, and each box of some of its elements. */
+/* Checks the full tensor, and each box of some of its elements. */
 static void check_golden_tensor(fsdp_checkpoint_reader *r, const char *name, int is_step,
                                 double step) {
     double want[1024], got[1024], box[1024];
@@ -138,7 +138,7 @@ static void check_golden_tensor(fsdp_checkpoint_reader *r, const char *name, int
     CHECK_OK(fsdp_checkpoint_read(r, index, NULL, NULL, FSDP_F64, got, SAID));
     CHECK_EQ_MEM(got, want, (size_t)numel * sizeof *got);
     if (!numel || !t.ndim) return;
-    for (int64_t row = 0; row < t.shape[0]; row++) { /* from this one on, without the last column */
+    for (int64_t row = 0; row < t.shape[0]; row++) { /* from this row on, without the last column */
         int64_t start[FSDP_MAX_DIMS] = {row}, shape[FSDP_MAX_DIMS], inner = numel / t.shape[0],
                 k = 0;
         memcpy(shape, t.shape, sizeof shape);
@@ -150,7 +150,7 @@ static void check_golden_tensor(fsdp_checkpoint_reader *r, const char *name, int
     }
 }
 
-/* `files n NAME..`: how many hold tensors. */
+/* Reads `files n NAME..`. Returns the number of files that contain tensors. */
 static int golden_files(golden *g) {
     int count = 0;
     for (int64_t n = golden_int(g); n > 0; n--) {
@@ -258,7 +258,7 @@ static void export_to(const char *from, const char *to, const fsdp_checkpoint_ex
     fsdp_status status = fsdp_checkpoint_export(from, to, d, SAID);
     CHECK_MSG(status == FSDP_OK && !said[0], "%s to %s: %s", from, to, said);
 }
-/* Tensors of dtypes that the library does not have: their bytes are read, and pass through. */
+/* Tensors of dtypes that the library lacks: their bytes are read and copied. */
 static fsdp_safetensors_entry foreign(const char *name, const char *dtype, int ndim, int64_t a,
                                       int64_t b) {
     fsdp_safetensors_entry e = tensor(name, FSDP_SAFETENSORS_OTHER, ndim, a, b, 0);
@@ -279,7 +279,7 @@ TEST(fsdpck, foreign_dtypes) {
     path_of(from, "from.safetensors");
     CHECK(x != NULL);
     y = x + 600000;
-    d.dtype = FSDP_BF16; /* of the library's own alone */
+    d.dtype = FSDP_BF16; /* for the library's own dtypes only */
     export_to(from, path_of(out, "narrow"), &d);
     d.dtype = FSDP_DTYPE_KEEP;
     export_to(from, path_of(out, "out"), NULL);
@@ -313,7 +313,8 @@ TEST(fsdpck, foreign_dtypes) {
     free(x);
 }
 
-/* Elements of less than a byte, and too many dims, are listed, and neither read nor written. */
+/* Tensors with elements of less than a byte, or with too many dims, are listed, but neither read
+   nor written. */
 static int without_e(void *user, const char *name, char *out) {
     (void)user;
     snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
@@ -358,9 +359,9 @@ TEST(fsdpck, elements_that_cannot_be_moved) {
     CHECK_OK(fsdp_checkpoint_export(dir, out, &d, SAID));
 }
 
-/* ---- directories of others ------------------------------------------------------------------- */
+/* ---- directories of other programs ----------------------------------------------------------- */
 
-/* A file of tensors of one element: "ab" are 'a' and 'b' of the values first, first + 1. */
+/* Writes a file of tensors with one element: "ab" gives 'a' and 'b' the values first, first + 1. */
 static void store_letters(const char *dir, const char *leaf, const char *letters, int first) {
     fsdp_safetensors_entry e[4];
     char names[4][2], room[600];
@@ -378,7 +379,7 @@ static void store_letters(const char *dir, const char *leaf, const char *letters
     memcpy(room + 8 + need, values, 4 * (size_t)n);
     store(dir, leaf, room, 8 + need + 4 * n);
 }
-/* An index: "a=1 b=2" says that 'a' is in the first file of the list. */
+/* Writes an index: "a=1 b=2" places 'a' in the first file of the list. */
 static void store_index(const char *dir, const char *leaf, const char *map,
                         const char *const *files) {
     char text[1000] = "{\"weight_map\":{", line[300];
@@ -393,17 +394,18 @@ static void store_index(const char *dir, const char *leaf, const char *map,
 
 typedef struct dir_case {
     const char *name;
-    const char *files[6], *letters[6]; /* their names, and what they have: 1, 2, ...; 11, 12, ... */
-    const char *index, *map;           /* of the names above, also of files that are not there */
-    const char *text;                  /* of a failure; NULL: none */
-    const char *values;                /* "a=1 b=2": what is read then */
+    /* names and contents of files; values are 1, 2, ...; 11, 12, ... */
+    const char *files[6], *letters[6];
+    const char *index, *map;           /* of these files; may name missing ones */
+    const char *text;                  /* expected error; NULL: none */
+    const char *values;                /* "a=1 b=2": expected values */
 } dir_case;
 #define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
 #define U       "diffusion_pytorch_model"
 static const char model_index[] = "model.safetensors.index.json";
 static const dir_case dirs[] = {
     {"two_files", {"x.safetensors", "y.safetensors"}, {"a", "b"}, NULL, NULL, NULL, "a=1 b=11"},
-    /* The same tensor in two files. */
+    /* One tensor in two files. */
     {"ema",
      {U ".safetensors", U ".non_ema.safetensors"},
      {"ab", "b"},
@@ -420,7 +422,7 @@ static const dir_case dirs[] = {
      NULL,
      "tensor 'a' is in model-00001-of-00001.safetensors and in model-00001-of-00002",
      NULL},
-    /* Names that tell how many files there are. */
+    /* Names that contain the number of files. */
     {"first_gone",
      {M(2, 3), M(3, 3)},
      {"b", "c"},
@@ -493,7 +495,7 @@ static const dir_case dirs[] = {
      NULL,
      NULL,
      "a=1 b=11"},
-    {"ranks_of_pytorch", /* each rank has the files in which it has something */
+    {"ranks_of_pytorch", /* each rank has files only for its tensors */
      {"shard-00001-" M(1, 2), "shard-00002-" M(2, 2), "shard-00003-" M(1, 2)},
      {"a", "b", "c"},
      NULL,
@@ -567,7 +569,7 @@ static const dir_case dirs[] = {
      "a=1 b=1 a=1",
      "it names tensor 'a' twice",
      NULL},
-    /* An index beside one file. */
+    /* An index next to a single file. */
     {"stale_gone",
      {M(1, 2), M(2, 2), "model.safetensors"},
      {NULL, NULL, "ab"},
@@ -642,8 +644,8 @@ TEST_P(fsdpck, directories, dirs) {
     }
 }
 
-/* Several indices: the one that transformers takes, else nobody knows. A directory of checkpoints
-   is no checkpoint. What is not told is said. */
+/* Among several indices the one of transformers counts; without it the directory is refused. A
+   directory of checkpoints is not a checkpoint. */
 TEST(fsdpck, directories_of_several) {
     static const char *const one[] = {"x.safetensors"};
     char dir[600], run[600], path[800];
@@ -692,7 +694,8 @@ TEST(fsdpck, tells_what_cannot_be_told) {
 
 /* ---- export ---------------------------------------------------------------------------------- */
 
-static int keep_names(void *user, const char *name, char *out) { /* without those that contain it */
+/* drops names that contain `user` */
+static int keep_names(void *user, const char *name, char *out) {
     snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
     return strstr(name, (const char *)user) == NULL;
 }
@@ -713,7 +716,7 @@ static char *exported(char to[600], const char *golden_name, const char *name,
     return to;
 }
 
-/* A file of transformers is a model of its own; written again it has the same bytes. */
+/* A file of transformers is also a model of its own; exported again it has equal bytes. */
 TEST(fsdpck, export_writes_the_bytes_of_safetensors) {
     char from[600], to[600], name[80];
     for (int i = 1; i <= 3; i++) {
@@ -727,7 +730,7 @@ TEST(fsdpck, export_writes_the_bytes_of_safetensors) {
     }
 }
 
-/* However many ranks saved it, on whatever mesh: one file, the same bytes. */
+/* Whatever number of ranks and mesh has saved it: one file with equal bytes. */
 TEST(fsdpck, export_joins_shards) {
     static const char *const others[] = {"torch_fsdp_w3", "torch_fsdp_w4", "torch_hsdp_2x2",
                                          "torch_ddp_w2", "torch_2d_2x2"};
@@ -740,7 +743,7 @@ TEST(fsdpck, export_joins_shards) {
         exported(to, name, others[i], &d);
         same_file(to, "model.safetensors", first, "model.safetensors");
     }
-    d.with_optimizer = 0; /* what PyTorch has put together itself; it leaves empty tensors out */
+    d.with_optimizer = 0; /* compared with PyTorch's own export, which leaves out empty tensors */
     d.rename = keep_names, d.user = (void *)(uintptr_t) ".none";
     exported(params, "checkpoints/torch_fsdp_w3", "params", &d);
     exported(joined, "checkpoints/torch_consolidated", "joined", NULL);
@@ -796,14 +799,14 @@ TEST_P(fsdpck, splits, splits) {
         CHECK_EQ_STR(b.at, index);
         free(b.at);
     }
-    d.max_file_bytes = 0; /* together again */
+    d.max_file_bytes = 0; /* joined again */
     char again[600], direct[600];
     export_to(to, path_of(again, "again"), &d);
     export_to(from, path_of(direct, "direct"), &d);
     same_file(again, "model.safetensors", direct, "model.safetensors");
 }
 
-/* Tensors larger than a piece, cut in each dim; pieces that end within a row. */
+/* Tensors larger than a piece, sharded in each dim; pieces that end within a row. */
 TEST(fsdpck, export_in_pieces) {
     fsdp_safetensors_entry e[5] = {
         tensor("deep", FSDP_F32, 3, 3, 701, 601), tensor("wide", FSDP_F32, 2, 2, 1300001, 0),
@@ -838,7 +841,7 @@ TEST(fsdpck, export_in_pieces) {
         CHECK_OK(fsdp_checkpoint_verify(cut, NULL, NULL, SAID));
         r = open_it(cut);
         CHECK_OK(fsdp_checkpoint_contents_of(r, &c));
-        /* "one" and, of more ranks than rows, "deep" and "wide" are in one file */
+        /* "one" and, with more ranks than rows, "deep" and "wide" are in one file */
         CHECK_EQ_INT(c.num_boxes, 1 + 2 * ranks[i] + (ranks[i] > 3 ? 1 : ranks[i]) +
                                       (ranks[i] > 2 ? 1 : ranks[i]));
         fsdp_checkpoint_close(r);
@@ -848,7 +851,7 @@ TEST(fsdpck, export_in_pieces) {
     }
 }
 
-/* Parameters become bf16, states and integers stay; ties and names as fsdp_convert has them. */
+/* Parameters become bf16, rounded as by fsdp_convert; states keep their dtypes. */
 TEST(fsdpck, export_converts) {
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char to[600];
@@ -880,7 +883,7 @@ TEST(fsdpck, export_converts) {
     fsdp_checkpoint_close(r);
 }
 
-/* Averages take the place of the parameters that have one, in their dtype or another. */
+/* Averages replace the parameters that have one, in the parameter's dtype or another. */
 static void check_average(const char *dir, const char *name, const fsdp_checkpoint_reader *of,
                           const char *from, fsdp_dtype dtype, int64_t numel) {
     char want[256], got[256];
@@ -894,7 +897,7 @@ static void check_average(const char *dir, const char *name, const fsdp_checkpoi
     CHECK_EQ_MEM(got, want, (size_t)t.nbytes);
     fsdp_checkpoint_close(r);
 }
-/* Parameters and states; `rows` of the average of b, which has 5. */
+/* Writes parameters and states; the average of b, which has 5 rows, has `rows`. */
 static void store_averages(const char *dir, int num, int64_t rows) {
     fsdp_safetensors_entry e[] = {tensor("a.w", FSDP_BF16, 2, 3, 4, 0),
                                   tensor("b", FSDP_F32, 1, 5, 0, 0),
@@ -966,7 +969,7 @@ TEST(fsdpck, export_of_a_unit_optim) {
     fsdp_checkpoint_close(r);
 }
 
-/* A checkpoint of ours cut anew: all tensors, the step, the ranks whose blobs it has. */
+/* Resharding a checkpoint of this library: all tensors, the step, the ranks whose blobs it has. */
 TEST(fsdpck, cut_anew) {
     static const struct {
         const char *name;
@@ -1061,7 +1064,7 @@ TEST(fsdpck, export_refuses) {
     REFUSES(FSDP_ERR_INVALID_ARG, "[E460] checkpoint_export: path is NULL");
 }
 
-/* Paths of one part, of the root's children, relative ones. */
+/* Paths with one component, paths of the root's children, relative paths. */
 TEST(fsdpck, export_beside_the_working_directory) {
     char from[1300], cwd[600];
     CHECK(getcwd(cwd, sizeof cwd) != NULL);
@@ -1091,7 +1094,7 @@ static void copy_example(const char *dir) {
 static void damaged(const char *dir, const char *what) {
     fsdp_status status = fsdp_checkpoint_verify(dir, NULL, NULL, SAID);
     CHECK_MSG(status == FSDP_ERR_CORRUPT, "%s: %d %s", what, (int)status, said);
-    says("[E43"); /* of open.h, with the call and a file */
+    says("[E43"); /* an id of open.h, with the call and a file */
     says("checkpoint_verify: ");
     CHECK_MSG(strstr(said, ".safetensors") || strstr(said, "manifest.json"), "%s: %s", what, said);
 }
@@ -1138,7 +1141,7 @@ TEST(fsdpck, verify_finds_other_files) {
         CHECK_EQ_INT(unlink(path), 0);
         damaged(dir, "removed");
         says("No such file");
-        CHECK_EQ_INT(mkfifo(path, 0600), 0); /* nothing hangs */
+        CHECK_EQ_INT(mkfifo(path, 0600), 0); /* no call hangs */
         damaged(dir, "a FIFO");
         CHECK_EQ_INT(unlink(path), 0);
         CHECK_EQ_INT(mkdir(path, 0700), 0);
@@ -1149,14 +1152,14 @@ TEST(fsdpck, verify_finds_other_files) {
         free(c.at);
     }
     CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
-    d.num_ranks = 2; /* the manifest of another step and cut */
+    d.num_ranks = 2; /* the manifest of another step and number of ranks */
     export_to(golden_path(from, "example/step-00000017"), path_of(other, "step-00000018"), &d);
     blob b = load(other, "manifest.json");
     store(dir, "manifest.json", b.at, b.size);
     free(b.at);
     damaged(dir, "another manifest");
     snprintf(path, sizeof path, "%s/manifest.json", dir);
-    CHECK_EQ_INT(unlink(path), 0); /* then it is one of others, without checksums */
+    CHECK_EQ_INT(unlink(path), 0); /* then it counts as another program's, without checksums */
     CHECK_OK(fsdp_checkpoint_verify(dir, NULL, NULL, SAID));
     CHECK_EQ_STR(
         said, "7 tensors in 2 files, 89 bytes that have no checksums: only headers were checked");
@@ -1166,15 +1169,13 @@ TEST(fsdpck, verify_finds_other_files) {
     says("so some rows are in no file");
 }
 
-/* Data that is damaged is neither read nor exported. */
-/* What has the name of a manifest and is none is no checkpoint without a manifest. */
-/* A manifest that is right in itself, with another number of checksums than the file has blocks. */
+/* A valid manifest with another number of checksums than the file has blocks. */
 TEST(fsdpck, checksums_for_other_blocks) {
     char dir[600], text[2000], *at;
     copy_example(path_of(dir, "step-00000017"));
     blob b = load(dir, "manifest.json");
     CHECK((at = strstr(b.at, "\"crc\":\"")) != NULL && b.size < 1500);
-    at += 7; /* the only checksum of the first file: none of it, two, and as it was */
+    at += 7; /* the only checksum of the first file: none, two, and the original */
     for (int i = 0; i < 3; i++) {
         snprintf(text, sizeof text, "%.*s%.*s%.*s%s", (int)(at - b.at), b.at, i ? 8 : 0, at,
                  i == 1 ? 8 : 0, at, at + 8);
@@ -1230,7 +1231,7 @@ TEST(fsdpck, damage_is_not_passed_on) {
 
 /* ---- file calls that fail -------------------------------------------------------------------- */
 
-typedef struct faulty { /* the call with this number does something else */
+typedef struct faulty { /* call number `at` fails or is short */
     int calls, at, short_calls;
     int error; /* 0: none */
 } faulty;
@@ -1315,7 +1316,7 @@ static const struct {
 } exports[] = {{"one_file", "example/step-00000017", 0, 0},
                {"index", "checkpoints/torch_consolidated", 0, 3000},
                {"ours", "checkpoints/torch_fsdp_w3", 2, 0}};
-/* Each call in turn: out is there as a whole, or not at all, and nothing is beside it. */
+/* Each call fails in turn: the output is complete or does not exist, and nothing else is left. */
 TEST_P(fsdpck, file_calls_fail, exports) {
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char from[600], out[600];
@@ -1333,7 +1334,7 @@ TEST_P(fsdpck, file_calls_fail, exports) {
         if (!done) says("Input/output error (5)");
         int last = strstr(said, "fsync of the directory") && access(out, F_OK) == 0;
         CHECK_EQ_INT(h_entries(h_tmpdir()), 2 + (done || last));
-        if (!last) continue; /* of its parent: out is complete */
+        if (!last) continue; /* the sync of its parent: the output is complete */
         CHECK_OK(fsdp_checkpoint_verify(out, NULL, NULL, SAID));
         DIR *dir = opendir(out);
         const struct dirent *entry;
@@ -1355,7 +1356,8 @@ TEST(fsdpck, short_and_interrupted_calls) {
     d.files = &my_files, d.files_user = &f;
     export_to(from, path_of(out, "short"), &d);
     same_file(out, "model.safetensors", want, "model.safetensors");
-    for (f.at = 0; f.at < 60; f.at++) { /* opens, reads, writes, syncs; others are not repeated */
+    /* opens, reads, writes, syncs; other calls are not repeated */
+    for (f.at = 0; f.at < 60; f.at++) {
         snprintf(name, sizeof name, "out%d", f.at);
         f.calls = 0;
         fsdp_status status = fsdp_checkpoint_export(from, path_of(out, name), &d, SAID);
@@ -1377,8 +1379,8 @@ static const char *tool(void) {
     return path;
 }
 
-/* Runs fsdpck with the words up to NULL; both streams go to `out`, or to a file of the test. Returns
-   the exit status; -1: the output is not read. */
+/* Runs fsdpck with the words up to NULL; stdout and stderr go to `out`, or to a file of the test.
+   Returns the exit status; -1: the output is not read. */
 static int start(int out, const char *word, va_list more) {
     char path[600];
     char *argv[16];
@@ -1529,7 +1531,7 @@ TEST(fsdpck_tool, diff) {
                                    tensor("y", FSDP_I64, 1, 2, 0, 0)};
     store_tensors(h_tmpdir(), "b.safetensors", f, 3);
     path_of(a, "a.safetensors"), path_of(b, "b.safetensors");
-    /* of w: y[1], then w[1][2] and w[0][1], which becomes 2 more */
+    /* data: y (16 bytes), then w (24): changes w[0][1], and the sign of a zero in w[1][2] */
     fsdp_checkpoint_reader *r = open_it(b);
     fsdp_checkpoint_close(r);
     blob other = load(h_tmpdir(), "b.safetensors");
@@ -1557,7 +1559,7 @@ TEST(fsdpck_tool, diff) {
     CHECK_EQ_INT(RUN("diff", a, "/nowhere"), 3);
 }
 
-/* NaN against a number is a difference, and the largest one; so is a byte of a foreign dtype. */
+/* NaN compared with a number is the largest difference; so is a byte of a foreign dtype. */
 TEST(fsdpck_tool, diff_of_odd_values) {
     static const float values[2][3] = {{1, 2, 3}, {1, 9, 5}};
     fsdp_safetensors_entry e[2] = {tensor("w", FSDP_F32, 1, 3, 0, 0), foreign("x", "U16", 1, 2, 0)};
@@ -1623,7 +1625,7 @@ TEST(fsdpck_tool, export_and_import) {
     says("--skip: expected a name, at most 64 times");
 }
 
-/* No byte of a name that moves a cursor reaches the terminal, also in texts of failures. */
+/* No byte of a name that moves a cursor reaches the terminal, also in error texts. */
 TEST(fsdpck_tool, hostile_names) {
     fsdp_safetensors_entry e[2] = {tensor("\x1b[2J\r\nh.0.w \\", FSDP_U8, 1, 2, 0, 0),
                                    tensor("\xe2\x80\xae"
@@ -1636,7 +1638,7 @@ TEST(fsdpck_tool, hostile_names) {
     says("  \\x1b[2J\\x0d\\x0ah.0.w \\\\  U8 [2]\n");
     says("  \\xe2\\x80\\xaeevil  U8 [2]\n");
     blob b = load(path, "");
-    b.at[strcspn(b.at + 8, "U") + 8] = 'V'; /* a dtype that is none, of that name */
+    b.at[strcspn(b.at + 8, "U") + 8] = 'V'; /* an invalid dtype in that tensor */
     store(h_tmpdir(), "x.safetensors", b.at, b.size);
     free(b.at);
     static const char *const verbs[] = {"ls", "verify"};
@@ -1664,7 +1666,7 @@ TEST(fsdpck_tool, full_disk_for_the_output) {
     CHECK_EQ_INT(status, 3);
 }
 
-/* A file above `ulimit -f` is a failure like that of a full disk. */
+/* A file larger than `ulimit -f` fails like a full disk. */
 TEST(fsdpck_tool, file_limit) {
     fsdp_safetensors_entry e[1] = {tensor("x", FSDP_U8, 1, 1 << 20, 0, 0)};
     struct rlimit before, limit;
@@ -1681,10 +1683,10 @@ TEST(fsdpck_tool, file_limit) {
     CHECK_EQ_INT(status, 3);
     says(strerror(EFBIG));
     CHECK_EQ_INT(unlink(from), 0);
-    CHECK_EQ_INT(rmdir(in), 0); /* nothing is left beside it */
+    CHECK_EQ_INT(rmdir(in), 0); /* nothing else is left */
 }
 
-/* A bar goes to a terminal alone, and is gone when the verb ends. */
+/* A progress bar appears on terminals only, and is erased when the verb ends. */
 TEST(fsdpck_tool, bar) {
     fsdp_safetensors_entry e[1] = {tensor("x", FSDP_U8, 1, 30000000, 0, 0)};
     char from[600], out[600], seen[4000];
@@ -1697,7 +1699,7 @@ TEST(fsdpck_tool, bar) {
     int other = open(ptsname(terminal), O_RDWR | O_NOCTTY);
     CHECK(other >= 0);
     CHECK_EQ_INT(run_to(other, "import", out, path_of(from, "again"), NULL), 0);
-    close(other); /* what was written stays to be read, in pieces, before the end */
+    close(other); /* its output remains readable, in pieces, before the end */
     size_t n = 0;
     for (ssize_t got; (got = read(terminal, seen + n, sizeof seen - 1 - n)) > 0;) n += (size_t)got;
     CHECK(n > 4);

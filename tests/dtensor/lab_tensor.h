@@ -1,8 +1,8 @@
-/* lab_tensor.h - what tests of distributed tensors on ranks share: a rig, which is one rank of a
-   mesh with its tensors and an observer of records; steps that run twice; layers in one process.
+/* lab_tensor.h - helpers for tests of distributed tensors on ranks: a rig, which is one rank of a
+   mesh with its tensors and a log of ops; steps that run twice; layers in one process.
 
-   A body gets a rig and uses nothing but its world. So it runs on threads, processes, lanes, or as
-   the one process that plays rank 0 while all other ranks hold what it holds (rig_who).
+   A body gets a rig and uses nothing but its world. So it runs on threads, on processes, with
+   worker threads, or in one process as rank 0, while all other ranks hold its data (rig_who).
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_TENSOR_H
@@ -17,17 +17,17 @@ enum { RIG_MEMORY = 96 };
 
 typedef struct rig {
     bed b;
-    sim *s; /* that plays the device and all other ranks; NULL: real ones */
+    sim *s; /* simulates the device and all other ranks; NULL: real ones */
     int ranks, rank;
-    uint64_t hash;                  /* of what the step in progress has found: rig_saw */
-    const fsdp_redistribution *any; /* one of dm's */
+    uint64_t hash;                  /* hash of the results of the current step: rig_saw */
+    const fsdp_redistribution *any; /* a redistribution of dm */
     void *memory[RIG_MEMORY];
     int64_t bytes[RIG_MEMORY];
     int num_memory;
     const void *arg;
 } rig;
 
-/* How a body is run. */
+/* Ways to run a body. */
 enum { RIG_RANKS, RIG_SIM_INLINE, RIG_SIM_STREAMS };
 typedef struct way {
     const char *name;
@@ -38,17 +38,17 @@ typedef struct task {
     const void *arg;
     int ndim;
     int32_t mesh[2];
-    int overlap, apart; /* apart: the model shards over dp alone */
+    int overlap, apart; /* apart: the model shards over dp only */
 } task;
 
-/* Another mesh of tensors, without the redistributions of the one before. */
+/* Replaces the mesh of tensors, without the redistributions of the previous one. */
 H_FN void rig_renew(rig *r, int overlap) {
     r->b.overlap = overlap;
     r->any = NULL;
     bed_renew(&r->b);
 }
 
-/* A rank of a mesh, on which the model shards and replicates as `info` says. */
+/* Opens a rank of a mesh, on which the model shards and replicates as `info` says. */
 H_FN void rig_begin(rig *r, fsdp_world *w, fsdp_mesh *mesh, const fsdp_mesh_info *info, int overlap,
                     sim *s) {
     fsdp_model_desc md = FSDP_ZERO;
@@ -60,8 +60,8 @@ H_FN void rig_begin(rig *r, fsdp_world *w, fsdp_mesh *mesh, const fsdp_mesh_info
     bed_make(&r->b, info ? &md : NULL, overlap);
     bed_watch(&r->b);
 }
-/* One dim is "tp", and two are "dp", which shards, and "tp". The ranks of tp are replicas of the
-   model, so that what it replicates has its groups. */
+/* One dim is "tp"; two are "dp", which shards, and "tp". The ranks of tp are replicas of the model,
+   so that its replicated parameters have their groups. */
 H_FN void rig_open(rig *r, fsdp_world *w, const task *t, sim *s) {
     static const char *const names[2] = {"dp", "tp"};
     const int both = t->ndim > 1;
@@ -90,7 +90,7 @@ H_FN void rig_on_rank(lab_rank *lr) {
     free(r);
 }
 
-/* One process is rank 0, and all others hold what it holds. No access races. */
+/* Runs one process as rank 0; all other ranks hold its data. No access may race. */
 H_FN void rig_simulate(const task *t, int ranks, int streams) {
     sim s;
     rig *r = (rig *)lab_zeros(1, sizeof *r);
@@ -128,12 +128,12 @@ H_FN void run_on2(const way *how, int rows, int columns, void (*body)(rig *r), c
     run_task(how, &t);
 }
 
-/* Whose data rank k holds: where all ranks are alike, mine. */
+/* Returns the rank whose data rank k holds: this one if all ranks are identical. */
 H_FN int rig_who(const rig *r, int k) { return r->s ? r->rank : k; }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
 
-/* Memory of the device that no peer reads; and such that peers read in place. */
+/* rig_own returns device memory that no peer reads; rig_shared, memory that peers read in place. */
 H_FN float *rig_own(rig *r, int64_t count) {
     void *ptr;
     const int64_t bytes = (count ? count : 1) * (int64_t)sizeof(float);
@@ -149,7 +149,7 @@ H_FN float *rig_shared(rig *r, int64_t count) {
     return (float *)ptr;
 }
 
-/* "S0 R" of a tensor of up to three dims; a negative size: there is no such dim. */
+/* Parses "S0 R" for a tensor of up to three dims; a negative size: no such dim. */
 H_FN fsdp_spec spec3(const rig *r, const char *words, int64_t a, int64_t b, int64_t c) {
     fsdp_placement place[DIMS];
     fsdp_spec s;
@@ -200,7 +200,7 @@ H_FN void run_behind(const rig *r, fsdp_redistribution *x, float *dst, const flo
     settle(r);
 }
 
-/* Small whole numbers, so that sums are exact in any order: -1, 0, 1. */
+/* Returns -1, 0 or 1, so that sums are exact in any order. */
 H_FN float unit_value(int64_t seed, int64_t i) {
     return (float)(int)(lab_hash((uint64_t)seed, (uint64_t)i, 5, 9) % 3) - 1;
 }
@@ -209,7 +209,7 @@ H_FN float *values(int64_t seed, int64_t count) { /* the caller frees them */
     for (int64_t i = 0; i < count; i++) x[i] = unit_value(seed, i);
     return x;
 }
-/* My part of a whole tensor: into `part`, or compared with it to the bit. */
+/* Copies this rank's part of a full tensor into `part`, or compares them bit by bit. */
 H_FN int64_t put_part(const rig *r, const fsdp_spec *s, const float *whole, float *part) {
     fsdp_local l;
     CHECK_OK(fsdp_spec_local(s, r->b.coord, &l));
@@ -236,7 +236,7 @@ H_FN void rig_saw(rig *r, const float *x, int64_t count) {
     lab_fold(&r->hash, x, (size_t)count * sizeof *x);
 }
 
-/* ---- records --------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
 H_FN const char *records_in(const rig *r, int from, int end, int what) {
     return bed_records(&r->b, from, end, what);
@@ -244,7 +244,7 @@ H_FN const char *records_in(const rig *r, int from, int end, int what) {
 H_FN const char *records_from(const rig *r, int from, int what) {
     return records_in(r, from, r->b.log.num, what);
 }
-/* All collectives, of whatever: every byte that leaves a rank is in one. */
+/* Counts all collectives: every byte that leaves a rank is in one. */
 H_FN int collectives_in(const rig *r, int from, int end) {
     int count = 0;
     for (int i = from; i < end; i++)
@@ -252,7 +252,7 @@ H_FN int collectives_in(const rig *r, int from, int end) {
     return count;
 }
 
-/* All fields but the numbers of records and steps, and the events that stand for them. */
+/* Compares all fields except the numbers of ops and steps, and their events. */
 H_FN int same_record(const fsdp_op *a, const fsdp_op *b) {
     int same = a->bytes == b->bytes && a->count == b->count && a->kind == b->kind &&
                a->label == b->label && a->stream == b->stream && a->state == b->state &&
@@ -282,8 +282,9 @@ H_FN void check_records_again(const rig *r, int first, int second, int end) {
     }
 }
 
-/* TWICE: what PyTorch calls compiled once. The second run of a step has the records of the first
-   one and the same bits; it allocates nothing and finds no route. Returns where the first began. */
+/* TWICE: the counterpart of compiling once in PyTorch. The second run of a step has the ops and the
+   bits of the first one; it allocates nothing and searches no route. Returns the index of the first
+   op. */
 H_FN int twice(rig *r, void (*step)(rig *r, void *arg), void *arg) {
     fsdp_counters was, now;
     const int first = r->b.log.num;
@@ -305,7 +306,7 @@ H_FN int twice(rig *r, void (*step)(rig *r, void *arg), void *arg) {
 
 /* ---- layers in one process ------------------------------------------------------------------- */
 
-/* out (m,n) = or += x (m,k) y (k,n); tx, ty: the factor is given transposed. Sums in double. */
+/* out (m,n) = or += x (m,k) y (k,n); tx, ty: the factor is transposed. Sums in double. */
 H_FN void matmul(float *out, int add, const float *x, int tx, const float *y, int ty, int64_t m,
                  int64_t k, int64_t n) {
     for (int64_t i = 0; i < m; i++)
@@ -317,7 +318,7 @@ H_FN void matmul(float *out, int add, const float *x, int tx, const float *y, in
             out[i * n + j] = (float)sum;
         }
 }
-/* Each row plus b; sums of columns, added to b. b NULL: nothing. */
+/* Adds b to each row; adds sums of columns to b. b may be NULL. */
 H_FN void add_bias(float *x, const float *b, int64_t rows, int64_t n) {
     for (int64_t i = 0; i < rows * n && b; i++) x[i] += b[i % n];
 }
@@ -325,8 +326,8 @@ H_FN void bias_grad(float *b, const float *dx, int64_t rows, int64_t n) {
     for (int64_t i = 0; i < rows * n && b; i++) b[i % n] += dx[i];
 }
 
-/* What a row of tokens becomes: h = relu(x w1^T + b1), y = h w2^T; b2 is the caller's, behind the
-   sum over ranks. w1 (wide, d), w2 (d, wide). */
+/* Computes h = relu(x w1^T + b1), y = h w2^T for each row; the caller adds b2, after the sum over
+   ranks. w1 (wide, d), w2 (d, wide). */
 H_FN void mlp_forward(const float *w1, const float *b1, const float *w2, const float *x, float *h,
                       float *y, int64_t rows, int64_t d, int64_t wide) {
     matmul(h, 0, x, 0, w1, 1, rows, d, wide);
@@ -334,7 +335,7 @@ H_FN void mlp_forward(const float *w1, const float *b1, const float *w2, const f
     for (int64_t i = 0; i < rows * wide; i++) h[i] = h[i] > 0 ? h[i] : 0;
     if (y) matmul(y, 0, h, 0, w2, 1, rows, wide, d);
 }
-/* Adds to dw1, db1, dw2; stores dx if it is not NULL. dh: room for rows x wide. */
+/* Adds to dw1, db1, dw2; stores dx if it is not NULL. dh: memory for rows x wide. */
 H_FN void mlp_backward(const float *w1, const float *w2, const float *x, const float *h,
                        const float *dy, float *dh, float *dw1, float *db1, float *dw2, float *dx,
                        int64_t rows, int64_t d, int64_t wide) {

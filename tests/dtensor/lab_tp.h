@@ -1,13 +1,14 @@
-/* lab_tp.h - a net that tensor parallelism cuts, as a user writes it with fsdp_dtensor.h, and the
-   same net on whole tensors without the library, which says what training it comes to.
+/* lab_tp.h - a net with tensor parallelism, as a user writes it with fsdp_dtensor.h, and the same
+   net on full tensors without the library, which gives the expected training.
 
        h = emb[ids] or x;  of each block  h = h + net2(softsign(net1(h * norm)))
        y = h * norm of the root, or logits = y head^T
        loss = sum((y - t)^2) / (tokens d), or the mean cross-entropy
 
-   net1, its bias, emb and head are cut along dim 0, net2 along dim 1. Norms and the bias of net2
-   are in one replicated unit that is made first and stays open. emb and head are a unit, and each
-   block is one. With `sp` tokens are cut along dim 0 wherever no linear needs all of them.
+   net1, its bias, emb and head are sharded along dim 0, net2 along dim 1. Norms and the bias of
+   net2 are in one replicated unit that is made first and stays open. emb and head are a unit, and
+   each block is one. With `sp` tokens are sharded along dim 0 except where a linear needs all of
+   them.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_TP_H
@@ -19,15 +20,15 @@
 
 enum { TP_PARAMS = 64, TP_BLOCKS = 8, TP_STEPS = 32, TP_DATA = 8 };
 enum { TP_NORM, TP_W1, TP_B1, TP_W2, TP_B2, TP_EMB, TP_ROOT, TP_HEAD, TP_ROLES };
-enum { TP_REPLICATED, TP_VOCAB, TP_BLOCK }; /* units; behind them one for each block */
+enum { TP_REPLICATED, TP_VOCAB, TP_BLOCK }; /* units; from TP_BLOCK on, one for each block */
 
 typedef struct tp_param {
     char name[48];
     int role, block, unit, index; /* index: in its unit */
     int cut, ndim, shard_dim, frozen;
-    int64_t shape[2], numel, at; /* at: in an array of all parameters */
+    int64_t shape[2], numel, at; /* at: offset in an array of all parameters */
     uint64_t seed;
-    double scale, base; /* initial values */
+    double scale, base; /* range of initial values */
 } tp_param;
 
 typedef struct tp_opt {
@@ -37,49 +38,50 @@ typedef struct tp_opt {
 
 typedef struct tp_net {
     const char *name;
-    int replicas, shards, tp, stages, tp_first; /* sizes of mesh dims; 0: there is none */
+    int replicas, shards, tp, stages, tp_first; /* sizes of mesh dims; 0: no such dim */
     int blocks, sp;
-    int64_t tokens, d, hidden, vocab; /* tokens: of each rank that has data of its own */
+    int64_t tokens, d, hidden, vocab; /* tokens: of each rank that has its own data */
     int micro, no_sync, recompute, raf, given_mesh; /* given_mesh: the model gets a mesh_info */
     fsdp_dtype param_dtype, reduce_dtype;
     double clip_p, max_norm; /* clip_p 0: no clipping */
     int steps, num_params;
-    uint64_t seed; /* of the data */
+    uint64_t seed; /* seed of the data */
     tp_param params[TP_PARAMS];
     int64_t total, most;
 } tp_net;
 
-/* What training comes to: on a rank, or on whole tensors. */
+/* Results of a training, on a rank or on full tensors. */
 typedef struct tp_story {
-    double loss[TP_STEPS][TP_DATA], norm[TP_STEPS]; /* loss: of the ranks with data of their own */
+    double loss[TP_STEPS][TP_DATA], norm[TP_STEPS]; /* loss: of the ranks with their own data */
     double *grad[TP_STEPS], *final;                 /* [total]; grad before clipping */
 } tp_story;
 
-/* One rank, or (model NULL) the whole. */
+/* One rank, or, with model == NULL, the full tensors. */
 typedef struct tp_rank {
     const tp_net *net;
     bed on;
     fsdp_unit *unit[TP_BLOCK + TP_BLOCKS];
     fsdp_adamw *adamw;
     fsdp_sgd *sgd;
-    int data, num_data, tp, num_tp, tp_dim; /* which data, and which part of that mesh dim */
-    int64_t first, rows;                    /* of this rank's tokens, in a sequence that is cut */
+    /* index of the data, and of the part in that mesh dim */
+    int data, num_data, tp, num_tp, tp_dim;
+    int64_t first, rows;                    /* this rank's tokens, if the sequence is sharded */
     int64_t hidden, vocab, vocab_first;
     fsdp_redistribution *gather, *gather_back, *scatter, *scatter_back, *max, *sums;
     float *h[TP_BLOCKS + 1], *full[TP_BLOCKS], *z[TP_BLOCKS], *s[TP_BLOCKS];
     float *a, *branch, *o, *dh, *dfull, *y, *yfull, *t, *logits, *row_max, *row_sums, *row_dout;
     int64_t *ids;
     double *w1, *w2, *b, *g; /* [most] */
-    float *value, *m, *v;    /* [total] of the whole: parameters, state of the optimizer */
-    double *grad;            /* [total] of the whole */
-    int log_begin, log_end;  /* of the last step, without what looks at its results */
-    w_heap *heap; /* NULL, or of the world: steps from the third one on allocate nothing */
+    float *value, *m, *v;    /* [total], full: parameters, state of the optimizer */
+    double *grad;            /* [total], full */
+    int log_begin, log_end;  /* ops of the last step, without the reads of its results */
+    w_heap *heap; /* may be NULL; the world's: steps from the third on allocate nothing */
     double *private_memory;
 } tp_rank;
 
 /* ---- the net -------------------------------------------------------------------------------- */
 
-/* -1: the net has no such parameter. */
+/* Returns the parameter's index, or -1 if the net has none. */
 H_FN int tp_find(const tp_net *net, int role, int block) {
     for (int p = 0; p < net->num_params; p++)
         if (net->params[p].role == role && (role > TP_B2 || net->params[p].block == block))
@@ -87,7 +89,7 @@ H_FN int tp_find(const tp_net *net, int role, int block) {
     return -1;
 }
 
-/* Shape, unit and cut follow from the role. */
+/* Adds a parameter; its shape, unit and sharding follow from the role. */
 H_FN tp_param *tp_add(tp_net *net, int role, int block) {
     tp_param *p = &net->params[net->num_params];
     int64_t rows[TP_ROLES] = {net->d, net->hidden, net->hidden, net->d,
@@ -109,7 +111,7 @@ H_FN tp_param *tp_add(tp_net *net, int role, int block) {
     return p;
 }
 
-/* All parameters, with values that keep wide nets from growing what rounding leaves. */
+/* Adds all parameters, with values that keep wide nets from amplifying rounding errors. */
 H_FN void tp_fill_net(tp_net *net) {
     static const char *const names[TP_ROLES] = {"norm", "w1",  "b1",   "w2",
                                                 "b2",   "emb", "root", "head"};
@@ -139,11 +141,11 @@ H_FN void tp_story_free(tp_story *s, const tp_net *net) {
     free(s->final);
 }
 
-/* ---- a rank is made ------------------------------------------------------------------------- */
+/* ---- opening a rank ------------------------------------------------------------------------- */
 
-enum { TP_ALL, TP_SEQUENCE, TP_ADDENDS }; /* how tp holds an activation */
+enum { TP_ALL, TP_SEQUENCE, TP_ADDENDS }; /* placement of an activation on tp */
 
-/* Each rank with data of its own has `rows` rows of the tensor. */
+/* Returns the spec of a tensor in which each rank with its own data has `rows` rows. */
 H_FN fsdp_spec tp_spec(const tp_rank *t, int how, int op, int64_t rows, int64_t columns) {
     fsdp_placement place[DIMS];
     const int64_t tensor[2] = {rows * t->num_data, columns};
@@ -151,7 +153,7 @@ H_FN fsdp_spec tp_spec(const tp_rank *t, int how, int op, int64_t rows, int64_t 
     fsdp_spec s;
     memset(place, 0, sizeof place);
     for (int m = 0; m < ndim; m++) {
-        place[m].kind = FSDP_SHARD; /* tp cuts last, wherever it is in the mesh */
+        place[m].kind = FSDP_SHARD; /* tp shards last, wherever it is in the mesh */
         place[m].order = (int8_t)(m == tp ? ndim - 1 : m - (m > tp));
         if (m != tp) continue;
         place[m].kind = (int8_t)(how == TP_ALL        ? FSDP_REPLICATE
@@ -190,7 +192,7 @@ H_FN void tp_ways(tp_rank *t) {
     if (net->vocab) t->sums = tp_way(t, "loss, sums", &sums, &sums_all);
 }
 
-/* Values by the index in the whole tensor. */
+/* Fills values by the index in the full tensor. */
 H_FN void tp_fill(void *user, const fsdp_param_view *block) {
     tp_rank *t = (tp_rank *)user;
     const tp_param *p = (const tp_param *)block->user;
@@ -203,8 +205,8 @@ H_FN void tp_fill(void *user, const fsdp_param_view *block) {
     }
 }
 
-/* The mesh: (stages, replicas, shards, tp), or tp first, without dims of size 0. A stage has a slice
-   of it. */
+/* Makes the mesh: (stages, replicas, shards, tp), or with tp first, without dims of size 0. A stage
+   has a slice of it. */
 H_FN void tp_make_mesh(tp_rank *t, fsdp_world *w, fsdp_model_desc *md, fsdp_mesh_info *info) {
     const tp_net *net = t->net;
     const int order[2][4] = {{0, 1, 2, 3}, {3, 0, 1, 2}};
@@ -259,14 +261,14 @@ H_FN float *tp_floats(tp_rank *t, int64_t count) {
     return (float *)ptr;
 }
 
-/* Rows of the largest of n parts. */
+/* Returns the rows of the largest of n parts. */
 H_FN int64_t tp_padded(int64_t rows, int n) {
     fsdp_range r;
     CHECK_OK(fsdp_shard_range(rows, n, 0, &r));
     return r.padded;
 }
 
-/* With room for the padding of what is cut unevenly. */
+/* Allocates activations, including the padding of uneven shards. */
 H_FN void tp_memory(tp_rank *t) {
     const tp_net *net = t->net;
     int64_t n = net->tokens, padded = tp_padded(n, t->num_tp) * t->num_tp;
@@ -328,13 +330,13 @@ H_FN void tp_open(tp_rank *t, const tp_net *net, fsdp_world *w, const tp_opt *o)
 }
 H_FN void tp_close(tp_rank *t) { free(t->ids), free(t->private_memory), free(t->on.log.ops); }
 
-/* ---- what differs between a rank and the whole ---------------------------------------------- */
+/* ---- differences between a rank and full tensors -------------------------------------------- */
 
 H_FN void tp_hook(tp_rank *t, fsdp_status (*hook)(fsdp_unit *), int unit) {
     if (t->on.model && t->unit[unit]) CALL(t->on.w, hook(t->unit[unit]));
 }
 
-/* Elements of this rank's part, which is what a unit gathers. */
+/* Returns the elements of this rank's part, which a unit gathers. */
 H_FN int64_t tp_part(const tp_rank *t, const tp_param *p) {
     fsdp_range r;
     if (!p->cut) return p->numel;
@@ -360,7 +362,7 @@ H_FN void tp_load(tp_rank *t, int role, int block, double *out) {
             out[k] = lab_round(tp_dtype(t->net), (double)t->value[p->at + k]);
 }
 
-/* Adds to the gradient; of the whole, the share of one rank with data of its own. */
+/* Adds to the gradient; for full tensors, the share of one rank with its own data. */
 H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
     const tp_param *p = &t->net->params[tp_find(t->net, role, block)];
     fsdp_dtype dtype = tp_dtype(t->net);
@@ -373,7 +375,7 @@ H_FN void tp_add_grad(tp_rank *t, int role, int block, const double *g) {
         else t->grad[p->at + k] += lab_round(dtype, g[k]) / t->num_data;
 }
 
-/* Bytes of the whole, which each way only copies. */
+/* Redistributes; for full tensors, copies. */
 H_FN void tp_move(tp_rank *t, fsdp_redistribution *r, float *dst, const float *src, int64_t count) {
     if (t->on.model) {
         CALL(t->on.w, fsdp_redistribute(r, dst, src));
@@ -383,7 +385,7 @@ H_FN void tp_move(tp_rank *t, fsdp_redistribution *r, float *dst, const float *s
 
 /* ---- forward and backward ------------------------------------------------------------------- */
 
-/* out[n][o] = x[n][i] w[o][i]^T, with a bias or NULL. Sums are in f64, and each is rounded once. */
+/* out[n][o] = x[n][i] w[o][i]^T, with a bias or NULL. Sums are in f64 and are rounded once. */
 H_FN void tp_linear(float *out, const float *x, const double *w, const double *b, int64_t n,
                     int64_t o, int64_t i) {
     for (int64_t r = 0; r < n; r++)
@@ -411,7 +413,7 @@ H_FN void tp_linear_dw(double *dw, const float *dy, const float *x, int64_t n, i
             dw[c * i + k] = sum;
         }
 }
-/* The sum of rows; of products with x if that is not NULL. */
+/* Sums rows, or their products with x if it is not NULL. */
 H_FN void tp_rows_sum(double *sum, const float *dy, const float *x, int64_t n, int64_t o) {
     for (int64_t c = 0; c < o; c++) sum[c] = 0;
     for (int64_t r = 0; r < n * o; r++) sum[r % o] += (double)dy[r] * (x ? (double)x[r] : 1);
@@ -420,7 +422,8 @@ H_FN void tp_scale(float *out, const float *x, const double *w, int64_t n, int64
     for (int64_t k = 0; k < n * d; k++) out[k] = (float)((double)x[k] * w[k % d]);
 }
 
-/* What a block's backward needs: the gathered input of net1, and both sides of softsign. */
+/* Computes the values for a block's backward: the gathered input of net1, and both sides of
+   softsign. */
 H_FN void tp_block_inner(tp_rank *t, int b) {
     const tp_net *net = t->net;
     int64_t size = t->rows * net->d;
@@ -446,7 +449,7 @@ H_FN void tp_block(tp_rank *t, int b) {
     tp_hook(t, fsdp_post_forward, TP_BLOCK + b);
 }
 
-/* dh: gradient of the block's output, then of its input. */
+/* dh: gradient of the block's output; on return, of its input. */
 H_FN void tp_block_back(tp_rank *t, int b) {
     const tp_net *net = t->net;
     int64_t size = t->rows * net->d, n = net->tokens;
@@ -462,7 +465,7 @@ H_FN void tp_block_back(tp_rank *t, int b) {
     tp_linear_dw(t->g, t->dfull, t->s[b], n, net->d, t->hidden);
     tp_add_grad(t, TP_W2, b, t->g);
     tp_load(t, TP_W2, b, t->w2);
-    float *dz = t->s[b]; /* softsign's output is needed no more */
+    float *dz = t->s[b]; /* softsign's output is not needed any more */
     tp_linear_dx(dz, t->dfull, t->w2, n, net->d, t->hidden);
     for (int64_t k = 0; k < n * t->hidden; k++) {
         double root = 1 + fabs((double)t->z[b][k]);
@@ -483,7 +486,7 @@ H_FN void tp_block_back(tp_rank *t, int b) {
     tp_hook(t, fsdp_post_backward, TP_BLOCK + b);
 }
 
-/* Rows that this rank does not have are written, not multiplied, as zeros. */
+/* Rows that this rank lacks are written as zeros, not multiplied. */
 H_FN void tp_embed(tp_rank *t) {
     int64_t d = t->net->d;
     tp_load(t, TP_EMB, 0, t->w1);
@@ -506,7 +509,7 @@ H_FN void tp_embed_back(tp_rank *t) {
     tp_add_grad(t, TP_EMB, 0, t->g);
 }
 
-/* The mean cross-entropy of y head^T; and the gradient of y in `branch`. */
+/* Returns the mean cross-entropy of y head^T, and stores the gradient of y in `branch`. */
 H_FN double tp_cross_entropy(tp_rank *t) {
     const tp_net *net = t->net;
     int64_t n = net->tokens, size = t->rows * net->d;
@@ -666,7 +669,7 @@ H_FN void tp_tell(const tp_net *nets, int count, const tp_opt *o, tp_story *stor
 
 /* ---- training on ranks ---------------------------------------------------------------------- */
 
-/* Whole tensors of all parameters, or of their gradients; 0 for one without gradient. */
+/* Reads full parameters, or their gradients; 0 for parameters without a gradient. */
 H_FN void tp_whole_tensors(tp_rank *t, int grad, double *out) {
     float *full = (float *)lab_zeros((size_t)t->net->most, sizeof *full);
     for (int i = 0; i < t->net->num_params; i++) {
@@ -678,7 +681,7 @@ H_FN void tp_whole_tensors(tp_rank *t, int grad, double *out) {
     free(full);
 }
 
-/* How the mesh holds a parameter: tp cuts before FSDP. */
+/* Returns the placement of a parameter on the mesh: tp shards before FSDP. */
 H_FN fsdp_spec tp_param_spec(const tp_rank *t, const tp_param *p) {
     fsdp_placement place[DIMS];
     const int tp = t->tp_dim;
@@ -694,7 +697,7 @@ H_FN fsdp_spec tp_param_spec(const tp_rank *t, const tp_param *p) {
     return s;
 }
 
-/* Each shard is the part that its spec says, and replicas are equal. */
+/* Checks that each shard is the part of its spec, and that replicas are equal. */
 H_FN void tp_check_shards(tp_rank *t) {
     for (int i = 0; i < t->net->num_params; i++) {
         const tp_param *p = &t->net->params[i];
@@ -711,13 +714,13 @@ H_FN void tp_check_shards(tp_rank *t) {
     }
 }
 
-/* Records of activations of this kind in the last step. */
+/* Counts ops on activations of this kind in the last step. */
 H_FN int tp_count(const tp_rank *t, int kind) {
     return lab_count_ops(&t->on.log, t->log_begin, kind, t->on.label, NULL);
 }
 
-/* Forward and backward of all microbatches, then clipping and the update; in between the whole
-   gradients are looked at. */
+/* Runs forward and backward of all microbatches, clipping and the update; reads the full gradients
+   in between. */
 H_FN void tp_step(tp_rank *t, const tp_opt *o, int step, tp_story *out) {
     const tp_net *net = t->net;
     int64_t before = t->heap ? w_allocations(t->heap) : 0, after;

@@ -1,6 +1,6 @@
-/* test_dtensor.c - redistributions of fsdp_dtensor.h on ranks: each part against the elements that
-   its spec says; how few records and copies a run takes; sizes that change; what runs beside the
-   caller's stream; replicas that differ; every refusal.
+/* test_dtensor.c - redistributions of fsdp_dtensor.h on ranks: each part compared with the elements
+   of its spec; the numbers of ops and copies; sizes that change; work next to the caller's stream;
+   replicas that differ; every error.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(GLOO | NCCL)
@@ -24,10 +24,10 @@ static void bed_open(bed *b, fsdp_world *w, int ndim, const int32_t *shape, int 
 static double small_value(int64_t i) { return 1 + (double)(i % 13); }
 static double index_value(int64_t i) { return (double)i; }
 
-/* Backends of other hosts and devices have memory of their own, which is not counted here. */
+/* Returns 0 with backends of other hosts and devices: their memory is not counted here. */
 static int lab_runs_here(void) { return !getenv("FSDP_BACKEND"); }
 
-/* Device memory that only this rank uses. */
+/* Returns device memory that only this rank uses. */
 static void *own(const bed *b, int64_t bytes) {
     void *ptr;
     CALL(b->w, fsdp_alloc(b->model, FSDP_MEMORY_DEVICE, bytes ? bytes : 1, "test", &ptr));
@@ -40,9 +40,10 @@ static float *own_floats(const bed *b, int64_t count) { return (float *)own(b, c
 
 /* ---- one redistribution ---------------------------------------------------------------------- */
 
-enum { PRIVATE = 0, SHARED = 1, FLUSH = 2, KINDS_OF_MEMORY = 3 }; /* FLUSH: shared, without room */
+/* FLUSH: shared, without additional memory */
+enum { PRIVATE = 0, SHARED = 1, FLUSH = 2, KINDS_OF_MEMORY = 3 };
 
-/* Joins addends of every mesh dim that holds some: so parts are elements. */
+/* Reduces partial values over each mesh dim that has some, so that parts are elements. */
 static void join_addends(bed *b, const fsdp_spec *s, const fsdp_local *l, double *x) {
     for (int32_t m = 0; m < b->ndim; m++) {
         if (s->place[m].kind != FSDP_PARTIAL) continue;
@@ -71,11 +72,11 @@ static void check_part(bed *b, const fsdp_spec *s, const void *part, double (*va
 
 typedef struct trial {
     fsdp_redistribution_desc desc;
-    int memory[2]; /* of src and dst */
-    int beside;    /* begin and wait */
+    int memory[2]; /* memory of src and dst */
+    int beside;    /* uses begin and wait */
 } trial;
 
-/* Memory for a part: with `capacity` bytes, or as many as the part has. */
+/* Returns memory for a part: with `capacity` bytes, or with as many as the part has. */
 static void *part_memory(bed *b, int kind, int64_t bytes, int64_t capacity) {
     void *ptr = NULL;
     if (kind == PRIVATE) return own(b, bytes);
@@ -100,7 +101,7 @@ static void try_one(bed *b, const trial *t, fsdp_redistribution *r) {
         } else CALL(b->w, fsdp_redistribute(r, dst, src));
         CALL(b->w, fsdp_wait_stream(b->model, FSDP_STREAM_COMPUTE));
         check_part(b, &to, dst, small_value, t->desc.scale != 0 ? t->desc.scale : 1, t->desc.name);
-        CHECK_EQ_MEM(src, was, (size_t)(info.from.numel * size)); /* inputs stay */
+        CHECK_EQ_MEM(src, was, (size_t)(info.from.numel * size)); /* inputs are unchanged */
     }
     free(was);
     if (t->memory[0] == PRIVATE) own_free(b, src, info.from.numel * size);
@@ -178,8 +179,8 @@ TEST_P(dtensor, all_pairs, pairs_rows, GLOO | NCCL | AT_NIGHT(ASAN)) {
 
 /* ---- random redistributions ------------------------------------------------------------------ */
 
-/* Specs, sizes, dtypes, memory and ways of running at random; what a rank should have comes from
-   nested chunks that are computed here. All ranks draw the same numbers. */
+/* Random specs, sizes, dtypes, memory and ways to run; the expected data of a rank comes from
+   nested chunks that are computed here. All ranks draw equal numbers. */
 enum { ARENA = 1 << 15, GUARD = 64, INSIDE = KINDS_OF_MEMORY, WILD_KINDS, WILD_MESHES = 4 };
 enum { GUARD_BYTE = 0xC7 };
 
@@ -192,7 +193,7 @@ typedef struct wild_row {
 typedef struct wild { /* one case */
     fsdp_redistribution_desc desc;
     char name[32];
-    int kind[2]; /* of src and dst */
+    int kind[2]; /* memory of src and dst */
     int in_place, beside, has_avg;
     uint64_t salt;
 } wild;
@@ -207,7 +208,7 @@ static int is_collective(const fsdp_op *op) {
            op->kind == FSDP_OP_REDUCE_SCATTER || op->kind == FSDP_OP_ALL_TO_ALL;
 }
 
-/* The part of a coordinate: each cut in its order, as torch.chunk cuts. */
+/* Computes the part of a coordinate by sharding in order, as torch.chunk does. */
 static void brute_part(const fsdp_spec *s, const int32_t *coord, fsdp_local *l) {
     memset(l, 0, sizeof *l);
     l->numel = 1;
@@ -239,7 +240,7 @@ static double get_number(const void *a, fsdp_dtype dtype, int64_t i) {
     return lab_get(a, dtype, i);
 }
 
-/* Integers of 4 bits: all that becomes of them is exact in bf16 too. */
+/* Returns an integer of 4 bits: all results are exact, also in bf16. */
 static double wild_value(const wild *c, int64_t index) {
     return 1 + (double)(lab_hash(c->salt, (uint64_t)index, 0, 0) % 13);
 }
@@ -265,7 +266,7 @@ static void wild_check(bed *b, const wild *c, const fsdp_spec *s, const void *pa
     join_addends(b, s, &l, x);
     for (int64_t i = 0; i < l.numel; i++) {
         double want = scale * wild_value(c, whole_index(s, &l, i));
-        double off = c->has_avg ? 1e-6 * fabs(want) : 0; /* thirds */
+        double off = c->has_avg ? 1e-6 * fabs(want) : 0; /* thirds are inexact */
         W_CHECK(fabs(x[i] - want) <= off, "element %lld is %.17g, expected %.17g", (long long)i,
                 x[i], want);
     }
@@ -284,14 +285,14 @@ static fsdp_placement wild_place(uint64_t *state, int ndim, int op) {
     return p;
 }
 
-/* A random order of the cuts of each tensor dim. */
+/* Draws a random order of the shardings of each tensor dim. */
 static void wild_orders(uint64_t *state, int mesh_ndim, fsdp_placement *place) {
     for (int m = 0; m < mesh_ndim; m++) {
         int before = 0;
         for (int k = 0; k < m; k++)
             before += place[k].kind == FSDP_SHARD && place[k].dim == place[m].dim;
         if (place[m].kind != FSDP_SHARD) continue;
-        place[m].order = (int8_t)lab_pick(state, before + 1); /* insert m there */
+        place[m].order = (int8_t)lab_pick(state, before + 1); /* inserts m there */
         for (int k = 0; k < m; k++)
             if (place[k].kind == FSDP_SHARD && place[k].dim == place[m].dim &&
                 place[k].order >= place[m].order)
@@ -299,14 +300,14 @@ static void wild_orders(uint64_t *state, int mesh_ndim, fsdp_placement *place) {
     }
 }
 
-/* Addends at the end are those of the source, or of SUM from what is no addend. */
+/* Partial values in the target are those of the source, or SUM where the source has none. */
 static void wild_specs(const bed *b, uint64_t *state, wild *c, fsdp_dtype dtype) {
     static const int ops[] = {FSDP_SUM, FSDP_SUM, FSDP_MAX, FSDP_MIN, FSDP_AVG};
     const int floats = fsdp_dtype_is_float(dtype), ndim = lab_pick(state, 4);
     int op = ops[lab_pick(state, floats ? 5 : 4)];
     int64_t shape[DIMS] = {0};
     fsdp_placement from[DIMS], to[DIMS];
-    int kept = 0; /* addends that stay, of an op that does not go with sums */
+    int kept = 0; /* partial values that stay, with an op that cannot be combined with sums */
     memset(from, 0, sizeof from), memset(to, 0, sizeof to);
     for (int d = 0; d < ndim; d++)
         shape[d] = lab_pick(state, 12) ? 1 + lab_pick(state, ndim == 1 ? 20 : 7) : 0;
@@ -345,11 +346,11 @@ static void wild_draw(const bed *b, uint64_t *state, int number, wild *c) {
         c->desc.scale = scales[lab_pick(state, 5)];
     }
     for (int k = 0; k < 2; k++) c->kind[k] = lab_pick(state, WILD_KINDS);
-    for (int k = 0; k < 2; k++) /* it lasts as long as the dmesh */
+    for (int k = 0; k < 2; k++) /* FLUSH memory lasts as long as the dmesh */
         if (c->kind[k] == FLUSH && lab_pick(state, 4)) c->kind[k] = SHARED;
     c->beside = lab_pick(state, 2);
     c->in_place = lab_pick(state, 2);
-    /* Thirds are rounded to the dtype that travels, and to that of the result. */
+    /* Thirds are rounded to the communication dtype and to the dtype of the result. */
     if (c->has_avg && dtype == FSDP_BF16) c->desc.comm_dtype = FSDP_F32;
 }
 
@@ -384,7 +385,7 @@ static void wild_say(const bed *b, const wild *c, const char *when) {
                        (int)c->desc.from.shape[d]);
 }
 
-/* Collectives of a run: as many as its route says, but none of a group that has no element. */
+/* Checks that a run issues the collectives of its route, but none in a group without elements. */
 static void wild_records(const wild_bed *wb, const fsdp_redistribution_info *info,
                          const fsdp_spec *s) {
     int collectives = 0, even = 1, empty = lab_numel(s->ndim, s->shape) == 0;
@@ -542,10 +543,10 @@ TEST_P(dtensor, random, wild_rows, SECONDS(300) | SLOW) {
     lab_run(row->ranks, &how, wild_rank, (void *)(uintptr_t)row);
 }
 
-/* ---- records --------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
-/* What one run on this mesh dim issues: Z zero, C copy, G all_gather, S reduce_scatter, R
-   all_reduce, A all_to_all, U use, W wrote, F call. */
+/* Letters for the ops of a run on this mesh dim: Z zero, C copy, G all_gather, S reduce_scatter, R
+   all_reduce, A all_to_all, U wait, W grads written, F call. */
 static char letter_of(const fsdp_op *op) {
     switch (op->kind) {
     case FSDP_OP_ZERO: return 'Z';
@@ -561,28 +562,29 @@ static char letter_of(const fsdp_op *op) {
     }
 }
 
-/* Private memory; the begin of memory that peers read, with room for padding; and the middle of it,
-   where only the part is. */
+/* Private memory; the start of memory that peers read, with space for padding; and the middle of
+   it, with space for the part only. */
 typedef struct counts_row {
     const char *name;
     const char *from, *to;
     int ranks;
     int ndim;
     int64_t shape[3];
-    int op;                                               /* of P */
-    const char *private_, *shared, *inside;               /* records of most ranks */
-    const char *last_private, *last_shared, *last_inside; /* of the last one; NULL: the same */
-    int64_t count; /* of the collective, elements; 0: there is none */
-    int64_t wire;  /* bytes: table 3.3 of f32 */
+    int op;                                               /* op of P */
+    const char *private_, *shared, *inside;               /* ops of most ranks */
+    /* ops of the last rank; NULL: as on the others */
+    const char *last_private, *last_shared, *last_inside;
+    int64_t count; /* elements of the collective; 0: there is none */
+    int64_t wire;  /* bytes of f32 on the wire */
 } counts_row;
 
-/* Wire bytes of f32 by hand: (n-1)*c*rest*4 of a gather, (n-1)/n of the padded whole of a scatter
-   or an exchange, 2(n-1)/n of a sum. */
+/* Wire bytes of f32, computed by hand: (n-1)*c*rest*4 for a gather, (n-1)/n of the padded full
+   tensor for a scatter or an exchange, 2(n-1)/n for a sum. */
 static const counts_row counts_rows[] = {
-    /* dim 0, even: nothing is copied between memory that peers read */
+    /* dim 0, even: no copies in memory that peers read */
     {"S0-R even", "S0", "R", 2, 2, {4, 6}, 0, "CG", "G", "G", NULL, NULL, NULL, 12, 1 * 12 * 4},
     {"S0-R even, 4", "S0", "R", 4, 2, {8, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 3 * 6 * 4},
-    /* ragged: rooms for padding save the copies; the last part is short */
+    /* ragged: space for padding saves the copies; the last part is short */
     {"S0-R ragged", "S0", "R", 2, 2, {5, 3}, 0, "CGC", "G", "GC", "CGC", "G", "CGC", 9, 1 * 9 * 4},
     {"S0-R empty part",
      "S0",
@@ -599,7 +601,7 @@ static const counts_row counts_rows[] = {
      "GC",
      3,
      3 * 3 * 4},
-    /* a sequence dim: one copy behind a gather, one before a scatter, even in place */
+    /* a sequence dim: one copy after a gather, one before a scatter, also in place */
     {"S1-R even", "S1", "R", 2, 3, {2, 4, 3}, 0, "CGC", "GC", "GC", NULL, NULL, NULL, 12, 12 * 4},
     {"S1-R of (1,S,D)", "S1", "R", 2, 3, {1, 4, 3}, 0, "CG", "G", "G", NULL, NULL, NULL, 6, 6 * 4},
     {"S1-R ragged",
@@ -735,7 +737,7 @@ static const counts_row counts_rows[] = {
     {"R-R", "R", "R", 2, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
     {"P-P", "P", "P", 2, 2, {4, 6}, FSDP_MIN, "C", "C", "C", NULL, NULL, NULL, 0, 0},
     {"nothing at all", "S0", "R", 2, 2, {0, 6}, 0, "", "", "", NULL, NULL, NULL, 0, 0},
-    /* one rank: each placement is the same */
+    /* one rank: all placements are equal */
     {"one rank S0-R", "S0", "R", 1, 2, {4, 6}, 0, "C", "C", "C", NULL, NULL, NULL, 0, 0},
     {"one rank P-S1", "P", "S1", 1, 2, {4, 6}, FSDP_SUM, "C", "C", "C", NULL, NULL, NULL, 0, 0},
 };
@@ -796,7 +798,7 @@ static void counts(lab_rank *r) {
     bed b;
     memset(&log, 0, sizeof log), memset(&t, 0, sizeof t);
     bed_open(&b, r->w, 1, mesh, 0);
-    b.links.gbytes_per_s[0] = 1e-3; /* else a gather and a slice do the work of a small exchange */
+    b.links.gbytes_per_s[0] = 1e-3; /* otherwise a gather and a slice replace a small exchange */
     bed_renew(&b);
     lab_watch(&log, r->w, b.model);
     fsdp_redistribution *run = make(&b, row->name, row->from, row->to, row->op, row->ndim,
@@ -808,7 +810,7 @@ static void counts(lab_rank *r) {
     t.desc.to = spec_of(&b, row->to, row->op, FSDP_F32, row->ndim, row->shape);
     t.desc.name = row->name;
     for (int memory = 0; memory < 3; memory++) {
-        const int64_t more = memory == 2 ? 128 : 0; /* in front of it */
+        const int64_t more = memory == 2 ? 128 : 0; /* offset of the part */
         const int kind = memory ? SHARED : PRIVATE;
         char *src = (char *)part_memory(&b, kind, info.from.numel * 4, info.src_capacity + more);
         char *dst = (char *)part_memory(&b, kind, info.to.numel * 4, info.dst_capacity + more);
@@ -830,7 +832,7 @@ TEST_P(dtensor, records, counts_rows) { lab_run(row->ranks, NULL, counts, (void 
 
 /* ---- a steady state -------------------------------------------------------------------------- */
 
-/* Equal in all fields but the number of the record, and the events that it waits for. */
+/* Compares all fields except the numbers of ops, and of the events that they wait for. */
 static void same_records(const lab_log *a, const lab_log *b) {
     CHECK_EQ_INT(a->num, b->num);
     for (int i = 0; i < a->num; i++) {
@@ -875,7 +877,7 @@ static void steady(lab_rank *r) {
     bed b;
     memset(log, 0, sizeof log);
     bed_open(&b, r->w, 2, mesh, beside);
-    for (int k = 0; k < 4; k++) /* of peers, and private */
+    for (int k = 0; k < 4; k++) /* memory of peers, and private memory */
         if (k % 2) memory[k] = (char *)own(&b, 4096);
         else CALL(b.w, fsdp_dmesh_alloc(b.dm, 4096, (void **)&memory[k]));
     for (int k = 0; k < STEADY; k++)
@@ -969,9 +971,9 @@ TEST_P(dtensor, resize, ways_to_run) {
     lab_run(4, &how, resized, NULL);
 }
 
-/* ---- beside the caller's stream -------------------------------------------------------------- */
+/* ---- next to the caller's stream ------------------------------------------------------------- */
 
-/* Sums of any numbers, whose bits depend on the order in which they are added. */
+/* Fills with numbers whose sums depend on the order of addition. */
 static void fill_any(const lab_rank *r, float *to, int64_t numel, uint64_t seed) {
     uint64_t state = seed * 1000 + (uint64_t)r->rank;
     for (int64_t i = 0; i < numel; i++) to[i] = (float)lab_uniform(&state);
@@ -1002,7 +1004,7 @@ static void beside(lab_rank *r) {
         fill_any(r, src[k], info.from.numel, (uint64_t)k);
         CALL(b.w, fsdp_redistribute(runs[k], want[k], src[k]));
         CALL(b.w, fsdp_wait_stream(b.model, -1));
-        CALL(b.w, fsdp_redistribute_wait(runs[k])); /* nothing is under way */
+        CALL(b.w, fsdp_redistribute_wait(runs[k])); /* none is under way */
     }
     CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_WAIT, -1, NULL), 0);
     for (int round = 0; round < 20; round++) {
@@ -1014,13 +1016,13 @@ static void beside(lab_rank *r) {
             CHECK_EQ_INT(log.ops[i].stream, log.ops[i].kind == FSDP_OP_GRADS_WRITTEN
                                                 ? FSDP_STREAM_COMPUTE
                                                 : FSDP_STREAM_EXTENSION);
-        CALL(b.w, fsdp_redistribute(runs[2], dst[2], src[2])); /* meanwhile */
+        CALL(b.w, fsdp_redistribute(runs[2], dst[2], src[2])); /* while the others run */
         REFUSED_AS(FSDP_ERR_INVALID_STATE, b.w, fsdp_redistribute(runs[0], dst[0], src[0]),
                    "[E020] redistribute: 'way 0' is under way");
         REFUSED_AS(FSDP_ERR_INVALID_STATE, b.w, fsdp_redistribute_begin(runs[1], dst[1], src[1]),
                    "[E020] redistribute: 'way 1' is under way");
         const int num = log.num;
-        for (int k = 1; k >= 0; k--) { /* the other way round */
+        for (int k = 1; k >= 0; k--) { /* in reverse order */
             CALL(b.w, fsdp_redistribute_wait(runs[k]));
             CALL(b.w, fsdp_redistribute_wait(runs[k]));
         }
@@ -1047,7 +1049,7 @@ TEST_P(dtensor, begin_and_wait, lanes_rows, GLOO | NCCL) {
     lab_run(4, &how, beside, NULL);
 }
 
-/* The model ends, or is reset, while something is under way. */
+/* The model is destroyed, or reset, while a redistribution is under way. */
 static void ends_under_way(lab_rank *r) {
     static const int32_t mesh[1] = {2};
     static const int64_t shape[2] = {5, 7};
@@ -1074,7 +1076,7 @@ static void ends_under_way(lab_rank *r) {
         if (end == 1) {
             CALL(b.w, fsdp_model_reset(b.model));
             log.num = 0;
-            CALL(b.w, fsdp_redistribute_wait(run)); /* nothing is under way */
+            CALL(b.w, fsdp_redistribute_wait(run)); /* none is under way */
             CHECK_EQ_INT(log.num, 0);
             CALL(b.w, fsdp_redistribution_resize(run, 0, 5));
             for (int k = 0; k < 2; k++) {
@@ -1100,8 +1102,8 @@ TEST_P(dtensor, ends_under_way, lanes_rows) {
 
 enum { READS_EARLY = 1, WRITES_EARLY, READS_OTHER };
 
-/* One rank of 4: writes src, begins, does other work, waits, reads dst. Returns the races; *waits:
-   how many there are. */
+/* Runs one rank of 4: writes src, begins, does other work, waits, reads dst. Returns the number of
+   races; *waits: the number of waits. */
 static int raced(int fault, int64_t ignore, int64_t *waits) {
     static const int32_t mesh[2] = {2, 2};
     static const int64_t shape[2] = {6, 5};
@@ -1154,8 +1156,8 @@ TEST(dtensor, no_race) {
     CHECK_MSG(waits >= 4 && found == waits, "%d of %d waits are needed", found, (int)waits);
 }
 
-/* Random redistributions of one rank of some: nothing is touched beyond its memory, and nothing is
-   raced for. */
+/* Random redistributions on one rank of several: nothing outside their memory is accessed, and
+   there are no races. */
 static void simulated(int ranks, int which, uint64_t seed, int cases) {
     uint64_t state = seed;
     wild_bed wb;
@@ -1176,7 +1178,7 @@ static void simulated(int ranks, int which, uint64_t seed, int cases) {
         CALL(wb.b.w, fsdp_redistribution_get(r, &info));
         const int64_t size = (int64_t)fsdp_dtype_size(c.desc.from.dtype);
         char *at[2];
-        for (int k = 0; k < 2; k++) /* the begin, or the end */
+        for (int k = 0; k < 2; k++) /* the start or the end */
             at[k] = wb.arena[k] +
                     (c.kind[k] == SHARED ? 0 : ARENA - (k ? info.to : info.from).numel * size);
         sim_write(&s, "src", at[0], info.from.numel * size);
@@ -1198,8 +1200,8 @@ TEST(dtensor, simulated) {
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* PyTorch's table: the gradient comes back as the source was, but for addends. The last copy
-   multiplies by the scale. */
+/* PyTorch's table: the gradient has the source's placement, except for partial values. The last
+   copy multiplies by the scale. */
 static const struct back_row {
     const char *name, *from, *to, *grad, *ends, *records; /* grad NULL: the default */
 } back_rows[] = {
@@ -1265,9 +1267,9 @@ static void backward(lab_rank *r) {
 }
 TEST_P(dtensor, backward, back_rows) { lab_run(2, NULL, backward, (void *)(uintptr_t)row); }
 
-/* The way back is the transpose of the way there: for any x of `from` and any g of `to`, the product
-   of g and the way of x is that of the way of g and x, over all ranks. A copy counts once, and of
-   addends each. */
+/* The backward is the transpose of the forward: for any x of `from` and any g of `to`, <g,
+   forward(x)> equals <backward(g), x>, summed over all ranks. Copies count once, partial values
+   each. */
 static double product_with(bed *b, const fsdp_spec *s, const float *x, const float *y,
                            int64_t count) {
     double sum = 0;
@@ -1278,7 +1280,8 @@ static double product_with(bed *b, const fsdp_spec *s, const float *x, const flo
     return sum;
 }
 
-/* Any tensor of a spec: ranks draw what they have, equal copies. addends 0: those are equal, too. */
+/* Returns a random tensor of a spec: ranks draw their parts, and equal copies. addends 0: partial
+   values are equal, too. */
 static float *drawn(bed *b, const fsdp_spec *s, uint64_t seed, int addends, int64_t *count) {
     fsdp_local l;
     CHECK_OK(fsdp_spec_local(s, b->coord, &l));
@@ -1327,7 +1330,7 @@ static void transposed(bed *b, const fsdp_spec *from, const fsdp_spec *to, doubl
     b->checks++;
 }
 
-/* All pairs of placements, with addends of each op. */
+/* All pairs of placements, with partial values of each op. */
 static void all_ways_back(lab_rank *r) {
     static const int8_t ops[][2] = {{FSDP_SUM, FSDP_SUM}, {FSDP_AVG, FSDP_AVG},
                                     {FSDP_AVG, FSDP_SUM}, {FSDP_SUM, FSDP_AVG},
@@ -1348,7 +1351,7 @@ static void all_ways_back(lab_rank *r) {
                     has_addends = 1, p->op = ops[o][m];
                     if (q->kind == FSDP_PARTIAL) q->op = p->op;
                 }
-                fsdp_spec checked; /* two ops in one spec may be refused */
+                fsdp_spec checked; /* a spec with two ops may be refused */
                 if ((o && !has_addends) || !can_be(&from, &to) ||
                     fsdp_spec_init(&checked, row->ndim, row->mesh, to.place, FSDP_F32,
                                    row->tensor_ndim, row->shape))
@@ -1369,7 +1372,7 @@ TEST_P(dtensor, ways_back, back_pairs) {
     lab_run(row->ranks, NULL, all_ways_back, (void *)(uintptr_t)row);
 }
 
-/* It has the comm_dtype of forward, a name that fits, and is made once. */
+/* The backward has the comm_dtype of forward and a suitable name, and is made once. */
 static void backward_desc(lab_rank *r) {
     static const int32_t mesh[1] = {2};
     static const int64_t shape[1] = {8};
@@ -1406,7 +1409,8 @@ TEST(dtensor, backward_desc) { lab_run(2, NULL, backward_desc, NULL); }
 
 enum { ROWS = 6, COLUMNS = 5 };
 
-/* A part of `words` whose elements are those of the whole, but for one of a rank. */
+/* Checks a part of `words` whose elements are those of the full tensor, except for one on a rank.
+   */
 static fsdp_status check_replicas(bed *b, const char *words, int64_t rows, int odd_rank) {
     const int64_t shape[2] = {rows, COLUMNS};
     const fsdp_spec s = spec_of(b, words, FSDP_SUM, FSDP_F32, 2, shape);
@@ -1436,8 +1440,8 @@ static void replicas(lab_rank *r) {
             CHECK_MSG(strstr(text, "[E024] dtensor_check: 'norm.weight'"), "%s", text);
             CHECK_MSG(strstr(text, both) || strstr(text, turned), "%s, expected %s", text, both);
         }
-        CHECK_OK(fsdp_world_status(b.w)); /* the world goes on */
-        /* Cut by one dim: only the ranks of the other one are compared. */
+        CHECK_OK(fsdp_world_status(b.w)); /* the world still works */
+        /* Sharded by one dim: only the ranks of the other dim are compared. */
         const int mine = rank >= 0 && rank / 2 == r->rank / 2;
         CHECK_STATUS(check_replicas(&b, "S0 R", ROWS, rank), mine ? FSDP_ERR_CORRUPT : FSDP_OK);
         if (mine) {
@@ -1447,10 +1451,10 @@ static void replicas(lab_rank *r) {
                          rank / 2 * 2 + 1 - k);
             CHECK(strstr(fsdp_last_error(b.w), pair[0]) || strstr(fsdp_last_error(b.w), pair[1]));
         }
-        /* Parts and addends differ anyway. */
+        /* Parts and partial values always differ. */
         CHECK_STATUS(check_replicas(&b, "S0 S1", ROWS, rank), FSDP_OK);
         CHECK_STATUS(check_replicas(&b, "S1 P", ROWS, rank), FSDP_OK);
-        /* Of one row the second half of the ranks has nothing. */
+        /* With one row, the second half of the ranks has nothing. */
         const int has = rank >= 0 && rank < 2 && r->rank < 2;
         CHECK_STATUS(check_replicas(&b, "S0 R", 1, rank), has ? FSDP_ERR_CORRUPT : FSDP_OK);
         CHECK_STATUS(check_replicas(&b, "R R", 0, rank), FSDP_OK);
@@ -1459,7 +1463,7 @@ static void replicas(lab_rank *r) {
 }
 TEST(dtensor, replicas) { lab_run(4, NULL, replicas, NULL); }
 
-/* All bytes count, also those of a part of many chunks; and where they are. */
+/* All bytes count, also in a part of many chunks, and so does their place. */
 static void replicas_of_bytes(lab_rank *r) {
     enum { MANY = 3 * 4096 + 5 };
     static const int32_t mesh[1] = {2};
@@ -1477,15 +1481,15 @@ static void replicas_of_bytes(lab_rank *r) {
     data[MANY - 1] = (char)r->rank; /* the last one */
     CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_ERR_CORRUPT);
     data[MANY - 1] = 0;
-    data[3] = (char)r->rank, data[4] = (char)(1 - r->rank); /* the same bytes elsewhere */
+    data[3] = (char)r->rank, data[4] = (char)(1 - r->rank); /* equal bytes in another place */
     CHECK_STATUS(fsdp_dtensor_check(b.dm, &s, data, "bytes"), FSDP_ERR_CORRUPT);
     own_free(&b, data, MANY);
 }
 TEST(dtensor, replicas_of_bytes) { lab_run(2, NULL, replicas_of_bytes, NULL); }
 
-/* ---- refusals -------------------------------------------------------------------------------- */
+/* ---- errors ---------------------------------------------------------------------------------- */
 
-/* A model on all ranks, and a mesh that is to be refused: nothing is made. */
+/* A mesh is refused for a model on all ranks: nothing is made. */
 static void refuse_mesh(const bed *b, const fsdp_dmesh_desc *d, fsdp_status status,
                         const char *word) {
     fsdp_dmesh *dm = b->dm;
@@ -1493,7 +1497,7 @@ static void refuse_mesh(const bed *b, const fsdp_dmesh_desc *d, fsdp_status stat
     CHECK(!dm);
 }
 
-/* One rank alone has a wrong desc, and the others hear of it; or it has another one. */
+/* Only one rank has a wrong desc, and the others get an error; or one rank has a different desc. */
 static void refused_alone(const bed *b, const lab_rank *r) {
     fsdp_dmesh_desc d = FSDP_ZERO;
     d.mesh = b->mesh;
@@ -1501,7 +1505,7 @@ static void refused_alone(const bed *b, const lab_rank *r) {
     refuse_mesh(b, &d, r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_INVALID_STATE,
                 r->rank == 1 ? "[E003]" : "[E008] dmesh_create: it failed on another rank");
     d.tp_dim = NULL;
-    for (int k = 0; k < 7; k++) { /* or another one */
+    for (int k = 0; k < 7; k++) { /* or a different one */
         fsdp_dmesh_desc other = d;
         if (k == 0) other.overlap = 1;
         if (k == 1) other.staging_bytes = 4096;
@@ -1515,7 +1519,7 @@ static void refused_alone(const bed *b, const lab_rank *r) {
     }
 }
 
-/* A mesh without some ranks, a model on a slice, replicas over tp of half of the world. */
+/* A mesh without some ranks, a model on a slice, replicas over tp on half of the world. */
 static void refused_slices(const bed *all, lab_rank *r) {
     static const int32_t deep[3] = {2, 2, 1}, two[1] = {2}, pair[2] = {0, 1}, inner[2] = {1, 2};
     static const char *const parts[3] = {"pp", "dp_replicate", "tp"};
@@ -1533,7 +1537,7 @@ static void refused_slices(const bed *all, lab_rank *r) {
     refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
                 "[E005] dmesh_create: the model's mesh has 2 ranks and this one 4");
     d.mesh = md.mesh;
-    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* of the same ranks it may be */
+    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* valid for the same ranks */
     b.model = all->model;
     CALL(r->w, fsdp_mesh_slice(lab_mesh(r->w, 3, deep, parts, NULL), inner, 2, &half));
     d.mesh = half;
@@ -1549,7 +1553,7 @@ static void refused_meshes(lab_rank *r) {
     bed b;
     memset(&b, 0, sizeof b);
     b.w = r->w;
-    b.dm = (fsdp_dmesh *)&b; /* is overwritten with NULL */
+    b.dm = (fsdp_dmesh *)&b; /* must become NULL */
     b.mesh = lab_mesh(r->w, 2, shape, names, NULL);
     b.model = lab_model(r->w, NULL);
     const int64_t live = r->heap->live;
@@ -1579,10 +1583,10 @@ static void refused_meshes(lab_rank *r) {
     refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "fsdp_dmesh_desc");
     d.start_canary = 0;
     refused_alone(&b, r);
-    if (lab_runs_here()) CHECK_EQ_INT(r->heap->live, live); /* nothing is left */
+    if (lab_runs_here()) CHECK_EQ_INT(r->heap->live, live); /* nothing leaks */
     refused_slices(&b, r);
     d.mesh = b.mesh;
-    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* after all of this */
+    CALL(r->w, fsdp_dmesh_create(b.model, &d, &dm)); /* still works */
     fsdp_dmesh_destroy(dm);
     fsdp_dmesh_destroy(NULL);
 }
@@ -1604,7 +1608,7 @@ TEST(dtensor_errors, another_world, GLOO) { lab_run(2, NULL, other_world, NULL);
 static void refuse(bed *b, const fsdp_redistribution_desc *d, const char *word) {
     fsdp_redistribution *out = (fsdp_redistribution *)b;
     fsdp_status status = fsdp_redistribution_create(b->dm, d, &out);
-    const char *text = fsdp_last_error(b->w); /* the world is known: a failure is in its log */
+    const char *text = fsdp_last_error(b->w); /* the world is known: its log has the failure */
     CHECK_STATUS(status, FSDP_ERR_INVALID_ARG);
     W_CHECK(strstr(text, word), "'%s' does not say '%s'", text, word);
     CHECK(!out);
@@ -1612,7 +1616,7 @@ static void refuse(bed *b, const fsdp_redistribution_desc *d, const char *word) 
 
 static const char long_name[] = "012345678901234567890123456789012345678901234567890123456789012";
 
-/* Refused descs have changed nothing, and the same desc gives the same object. */
+/* Refused descs have changed nothing, and an equal desc gives the same object. */
 static void same_object(const bed *at, const fsdp_redistribution_desc *desc) {
     fsdp_redistribution_desc d = *desc;
     fsdp_redistribution *run, *again;
@@ -1623,14 +1627,14 @@ static void same_object(const bed *at, const fsdp_redistribution_desc *desc) {
     CHECK_EQ_INT(info.routes, 1);
     CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
     CHECK(again == run);
-    d.scale = 1; /* the same as 0 */
+    d.scale = 1; /* equivalent to 0 */
     CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
     CHECK(again == run);
     d.name = long_name;
     CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
     CHECK(again != run);
     CALL(b.w, fsdp_redistribution_get(again, &info));
-    CHECK_EQ_INT(info.routes, 1); /* the route is found once */
+    CHECK_EQ_INT(info.routes, 1); /* the route was searched once */
     d.name = "mlp in", d.scale = 2;
     CALL(b.w, fsdp_redistribution_create(b.dm, &d, &again));
     CHECK(again != run);
@@ -1662,7 +1666,7 @@ static void refused_descs(lab_rank *r) {
     refuse(&b, &x, "redistribution_create");
     x = d, x.to.place[0].kind = 7;
     refuse(&b, &x, "[E136] redistribution_create: mesh dim 0 has kind 7");
-    x = d, x.to.place[1].dim = 1; /* of REPLICATE */
+    x = d, x.to.place[1].dim = 1; /* dim of a REPLICATE */
     refuse(&b, &x, "[E155] redistribution_create");
     x = d;
     CHECK_OK(fsdp_spec_init(&x.from, 2, turned, cut, FSDP_F32, 2, shape));
@@ -1701,13 +1705,13 @@ static void refused_descs(lab_rank *r) {
 }
 TEST(dtensor_errors, descs, GLOO) { lab_run(2, NULL, refused_descs, NULL); }
 
-/* Staging memory whose size is given. */
+/* Staging memory of a given size. */
 static void refused_staging(const bed *at, const int64_t *shape) {
     fsdp_redistribution *out;
     fsdp_dmesh_desc d = FSDP_ZERO;
     fsdp_dmesh *small;
     bed b = *at;
-    d.mesh = b.mesh, d.staging_bytes = 31; /* of 32 that are needed */
+    d.mesh = b.mesh, d.staging_bytes = 31; /* 32 are needed */
     CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
     fsdp_redistribution_desc rd = FSDP_ZERO;
     rd.name = "mlp in", rd.from = spec_of(&b, "S0", FSDP_SUM, FSDP_F32, 1, shape),
@@ -1720,7 +1724,7 @@ static void refused_staging(const bed *at, const int64_t *shape) {
     d.staging_bytes = 32;
     CALL(b.w, fsdp_dmesh_create(b.model, &d, &small));
     CALL(b.w, fsdp_redistribution_create(small, &rd, &out));
-    rd.comm_dtype = FSDP_F64; /* twice as many */
+    rd.comm_dtype = FSDP_F64; /* needs twice as many */
     REFUSED(b.w, fsdp_redistribution_create(small, &rd, &out), "needs staging buffers of 64 bytes");
     fsdp_dmesh_destroy(small);
 }
@@ -1758,7 +1762,7 @@ static void refused_calls(lab_rank *r) {
     REFUSED(b.w, fsdp_redistribute(run, x, x + 7), "[E019]");
     REFUSED(b.w, fsdp_redistribute(run, x + 3, x), "[E019]");
     REFUSED(b.w, fsdp_redistribute(sum, x, x + 1), "[E019]");
-    CALL(b.w, fsdp_redistribute(run, x, x + 8)); /* side by side */
+    CALL(b.w, fsdp_redistribute(run, x, x + 8)); /* adjacent */
     CALL(b.w, fsdp_redistribute(run, x + 4, x));
     CALL(b.w, fsdp_redistribute(sum, x, x));
     CALL(b.w, fsdp_redistribution_get(run, &info));
@@ -1871,7 +1875,7 @@ TEST_P(dtensor_errors, ranks_disagree, odd_rows, GLOO) {
     lab_run(3, &how, disagree, (void *)(uintptr_t)row);
 }
 
-/* A rank that leaves a redistribution out, and does the next one, or nothing, or dies. */
+/* A rank leaves out a redistribution, and then runs the next one, or nothing, or dies. */
 enum { DOES_THE_NEXT, DOES_NOTHING, DIES };
 static const struct left_row {
     const char *name;
@@ -1903,7 +1907,7 @@ static void leaves_out(lab_rank *r) {
     for (int k = 0; k < 3; k++) CALL(b.w, fsdp_redistribute(in, dst, src));
     lab_settle(b.w, b.model);
     h_mark(1);
-    h_await_marks(1, r->size); /* nobody is in these any more when one leaves */
+    h_await_marks(1, r->size); /* no rank is in these any more */
     if (odd && row->what == DIES) h_die(SIGKILL);
     if (odd && row->what == DOES_NOTHING) h_await_marks(0, 2); /* until the others know */
     if (!odd && row->lanes) {
@@ -1919,7 +1923,7 @@ static void leaves_out(lab_rank *r) {
                              : row->what == DOES_NOTHING ? FSDP_ERR_TIMEOUT
                                                          : FSDP_ERR_PEER_LOST;
     CHECK_MSG(status == want, "%s: %s", fsdp_status_name(status), text);
-    if (row->what != DOES_NOTHING || lab_divides()) /* NCCL does not know who is missing */
+    if (row->what != DOES_NOTHING || lab_divides()) /* NCCL does not know the missing rank */
         CHECK_MSG(strstr(text, "rank 1"), "%s", text);
     CHECK_MSG(odd || strstr(text, "'in'"), "%s", text);
 }
@@ -1929,9 +1933,9 @@ TEST_P(dtensor_errors, a_rank_leaves_one_out, left_rows, SLOW | GLOO) {
     lab_run(3, &how, leaves_out, (void *)(uintptr_t)row);
 }
 
-/* ---- memory that is not there ---------------------------------------------------------------- */
+/* ---- lack of memory -------------------------------------------------------------------------- */
 
-/* Mesh, memory and redistributions from the n-th allocation on that fails. */
+/* Mesh, memory and redistributions that are made while the n-th allocation fails. */
 typedef struct starved {
     fsdp_dmesh *dm;
     fsdp_redistribution *run, *back;
@@ -1956,7 +1960,8 @@ static fsdp_redistribution_desc gather_of(bed *b, const char *name, const int64_
     return d;
 }
 
-/* What is there goes on, if staging memory for a larger one cannot grow; then it can. */
+/* If staging memory for a larger redistribution cannot grow, existing ones still work; later it can
+   grow. */
 static void grow(bed *b, lab_rank *r, starved *s, const fsdp_redistribution_desc *rd, int64_t n) {
     static const int64_t large[2] = {60, 50};
     const fsdp_redistribution_desc more = gather_of(b, "large", large);
@@ -1983,8 +1988,8 @@ static void grow(bed *b, lab_rank *r, starved *s, const fsdp_redistribution_desc
     own_free(b, src, 3000 * 4), own_free(b, dst, 3000 * 4);
 }
 
-/* All ranks lack the same allocation, each time in a new world: to fail in the middle of making a
-   group aborts it. */
+/* One allocation fails on all ranks, each time in a new world: a failure while a group is made
+   aborts the world. */
 static void no_memory(lab_rank *r) {
     const int32_t mesh[2] = {r->size, 1};
     static const int64_t shape[2] = {6, 5};
@@ -2015,7 +2020,7 @@ static void no_memory(lab_rank *r) {
         else {
             if (status) {
                 fsdp_dmesh_destroy(s.dm);
-                CALL(b.w, starve(&b, &d, &rd, &s)); /* then it can be tried again */
+                CALL(b.w, starve(&b, &d, &rd, &s)); /* then another try works */
             }
             grow(&b, r, &s, &rd, n);
         }
@@ -2031,8 +2036,8 @@ TEST(dtensor_errors, no_memory, GLOO) {
     lab_run(2, &how, no_memory, NULL);
 }
 
-/* One rank alone has no memory for a mesh: no rank gets one, and nobody hangs. If that rank could
-   not take part in making a group, the world is aborted. */
+/* Only one rank has no memory for a mesh: no rank gets one, and none hangs. If that rank could not
+   take part in making a group, the world is aborted. */
 static void one_without_memory(lab_rank *r) {
     static const int32_t mesh[2] = {2, 1};
     static const char *const names[2] = {"dp_replicate", "tp"};
@@ -2057,7 +2062,7 @@ static void one_without_memory(lab_rank *r) {
             W_CHECK(failed != 1, "one rank has a mesh and the other one not");
             hears += status == FSDP_ERR_INVALID_STATE;
             if (failed) goes_on++;
-            if (failed) CALL(w, fsdp_dmesh_create(model, &d, &dm)); /* it can be tried again */
+            if (failed) CALL(w, fsdp_dmesh_create(model, &d, &dm)); /* another try works */
         }
         (void)fsdp_shutdown(w);
     }
@@ -2073,7 +2078,7 @@ TEST(dtensor_errors, one_without_memory, GLOO) {
 
 /* ---- values of PyTorch ----------------------------------------------------------------------- */
 
-/* redist.txt: element i holds i, a Partial dim times (coordinate + 1). */
+/* redist.txt: element i has the value i, multiplied by (coordinate + 1) for a Partial dim. */
 static double addend_of_file(double value, int coord) { return value * (coord + 1); }
 
 static void fill_as_file(bed *b, const fsdp_spec *s, void *part) {
@@ -2114,7 +2119,7 @@ static void file_rank(lab_rank *r) {
     double *x = lab_doubles(info.to.numel + 1), *want = lab_doubles(info.to.numel + 1);
     for (int64_t i = 0; i < info.to.numel; i++)
         x[i] = (double)dst[i], want[i] = c->after[r->rank][i];
-    join_addends(&b, &c->to, &info.to, x); /* which rank holds which addend is free */
+    join_addends(&b, &c->to, &info.to, x); /* any rank may hold any partial value */
     join_addends(&b, &c->to, &info.to, want);
     for (int64_t i = 0; i < info.to.numel; i++)
         CHECK_MSG(fabs(x[i] - want[i]) <= 1e-6 * fabs(want[i]),
@@ -2169,14 +2174,15 @@ TEST(dtensor, pytorchs_values, SECONDS(600) | SLOW) {
 }
 
 /* The redistribute_* cases of dtensor.txt: a rank's elements before and after. A strided placement
-   has PyTorch's elements only if it cuts evenly: else its side is checked against the spec. */
+   has PyTorch's elements only if it shards evenly: otherwise its side is checked against the spec.
+   */
 typedef struct old_case {
     char name[64];
-    int ranks, is_strided[2], even, unknown; /* unknown: no order of cuts has its factors */
+    int ranks, is_strided[2], even, unknown; /* unknown: no order of shardings has its factors */
     fsdp_spec spec[2];
     int64_t numel[2][FILE_RANKS];
     double *has[2][FILE_RANKS];
-    int sides; /* that were compared with the file */
+    int sides; /* sides that were compared with the file */
 } old_case;
 
 static void old_side(bed *b, old_case *c, int side, const float *part) {
@@ -2222,7 +2228,7 @@ static void old_rank(lab_rank *r) {
     own_free(&b, src, info.from.numel * 4), own_free(&b, dst, info.to.numel * 4);
 }
 
-/* A placement with its factor, `2 D F`. */
+/* Reads a placement with its factor, `2 D F`. */
 static int old_place(golden *g, fsdp_placement *p, int64_t *factor) {
     const int64_t kind = golden_int(g), dim = golden_int(g), more = golden_int(g);
     memset(p, 0, sizeof *p);

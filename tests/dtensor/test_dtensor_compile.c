@@ -1,11 +1,12 @@
 /* test_dtensor_compile.c - PyTorch's tests of DTensor under a compiler. Nothing is compiled here:
-   what depends on placements is made once, by fsdp_redistribution_create, and a call issues records
-   that are ready. So what a compiler is asked there, records are asked here. A step runs twice: the
-   second run has the same records and the same bits, it allocates nothing and finds no route
-   (`twice`). "Compiled again" is one more route. A backward is fsdp_redistribution_create_backward.
+   fsdp_redistribution_create makes everything that depends on placements once, and a call issues
+   prepared ops. So these tests check ops where PyTorch's check the compiler. A step runs twice: the
+   second run has equal ops and equal bits, it allocates nothing and searches no route (`twice`).
+   "Compiled again" corresponds to one more route. A backward is
+   fsdp_redistribution_create_backward.
 
-   Values are whole numbers, so that sums are exact in any order, and results equal those of one
-   process to the bit. PyTorch's tests run rank 0 of 2 on a fake process group.
+   Values are integers, so that sums are exact in any order, and results equal those of one process
+   bit by bit. PyTorch's tests run rank 0 of 2 on a fake process group.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(GLOO | NCCL)
@@ -19,13 +20,13 @@
 
 static const way ways[] = {
     {"inline", 0, 0, RIG_RANKS}, {"lanes", 2, 0, RIG_RANKS}, {"processes", 0, 1, RIG_RANKS}};
-/* One process plays a rank, too: of values that all ranks have alike. */
+/* In some ways one process simulates a rank: then all ranks have equal values. */
 static const way all_ways[] = {{"inline", 0, 0, RIG_RANKS},
                                {"lanes", 2, 0, RIG_RANKS},
                                {"processes", 0, 1, RIG_RANKS},
                                {"simulated", 0, 0, RIG_SIM_INLINE},
                                {"simulated,streams", 0, 0, RIG_SIM_STREAMS}};
-/* Of what runs beside the caller's stream. */
+/* Ways for work next to the caller's stream. */
 static const way streams[] = {{"inline", 0, 0, RIG_RANKS},
                               {"1 lane", 1, 0, RIG_RANKS},
                               {"2 lanes", 2, 0, RIG_RANKS},
@@ -33,7 +34,7 @@ static const way streams[] = {{"inline", 0, 0, RIG_RANKS},
 
 static const fsdp_tensor_op_args no_args = FSDP_ZERO;
 
-/* Placements of an operation on one or two inputs. */
+/* Returns the placements of an operation on one or two inputs. */
 static fsdp_propagation propagate(int op, const fsdp_spec *a, const fsdp_spec *b,
                                   const fsdp_tensor_op_args *args) {
     const fsdp_spec *in[2];
@@ -50,7 +51,7 @@ static int same_spec(const fsdp_spec *a, const fsdp_spec *b) { return !memcmp(a,
 /* ---- basics and metadata --------------------------------------------------------------------- */
 
 typedef struct basic {
-    fsdp_redistribution *square, *sum, *back; /* of none has anything to be done */
+    fsdp_redistribution *square, *sum, *back; /* none of them has anything to do */
     float *x, *grad;
     int trains;
 } basic;
@@ -63,7 +64,8 @@ static void basic_step(rig *r, void *arg) {
     rig_saw(r, y, 16);
     for (int i = 0; i < 16; i++) W_CHECK(y[i] == (float)(i * i + 2), "%g", (double)y[i]);
     if (!b->trains) return;
-    for (int i = 0; i < 16; i++) b->grad[i] = 2 * b->x[i]; /* of the sum of my part */
+    /* gradient of the sum over this rank's part */
+    for (int i = 0; i < 16; i++) b->grad[i] = 2 * b->x[i];
     run_redist(r, b->back, b->grad, b->grad);
     rig_saw(r, b->grad, 16);
     for (int i = 0; i < 16; i++) W_CHECK(b->grad[i] == (float)(2 * i), "%g", (double)b->grad[i]);
@@ -104,7 +106,7 @@ TEST_P(dtensor_compile, dtensor_basic, all_ways) { basic_task(row, 1); }
 /* PyTorch: test_dtensor_compile.py test_dynamo_dtensor. Done: no op and no route. */
 TEST_P(dtensor_compile, dynamo_dtensor, all_ways) { basic_task(row, 0); }
 
-/* Describing issues nothing; specs are plain values. The last lines show that the watcher sees. */
+/* Describing issues nothing; specs are plain values. The last lines show that the log sees ops. */
 static void export_body(rig *r) {
     fsdp_spec x = spec2(r, "S0", 8, 4), copy, whole = spec2(r, "R", 8, 4);
     const int from = r->b.log.num;
@@ -124,7 +126,7 @@ static void export_body(rig *r) {
    issues no op; specs copied as bytes are equal. No export, so that there is no graph to read. */
 TEST_P(dtensor_compile, dtensor_basic_export, all_ways) { run_on(row, 2, export_body); }
 
-/* PyTorch's function of a placement. dim < 0: any. */
+/* PyTorch's function of a placement. dim < 0: any dim. */
 static int is_shard(const fsdp_placement *p, int dim) {
     return p->kind == FSDP_SHARD && (dim < 0 || p->dim == dim);
 }
@@ -165,7 +167,7 @@ TEST(dtensor_compile, placement_compile) {
         CHECK_OK(fsdp_spec_from_strided(&back, factors));
         CHECK(same_spec(&back, &s));
         CHECK_OK(fsdp_spec_init(&back, 2, mesh, plain, FSDP_F32, 2, shape));
-        CHECK_OK(fsdp_spec_to_strided(&back, factors)); /* cut from left to right: no factor */
+        CHECK_OK(fsdp_spec_to_strided(&back, factors)); /* sharded from left to right: no factor */
         CHECK(factors[0] == 1 && factors[1] == 1);
     }
 }
@@ -195,7 +197,7 @@ static void mesh_body(rig *r) {
     fsdp_redistribution *a = redist(r, "x", spec2(r, "S0 R", 4, 2), spec2(r, "R R", 4, 2)), *b;
     rd.name = "x", rd.from = spec2(r, "S0 R", 4, 2), rd.to = spec2(r, "R R", 4, 2);
     CALL(r->b.w, fsdp_redistribution_create(other, &rd, &b));
-    CHECK(a != b); /* they share nothing, and agree */
+    CHECK(a != b); /* they share nothing, but agree */
     CHECK(info_of(r, a).routes == 1 && info_of(r, b).routes == 1);
     float *x = rig_own(r, 4), *y = rig_own(r, 8), *z = rig_own(r, 8), *whole = values(3, 8);
     put_part(r, &rd.from, whole, x);
@@ -221,7 +223,7 @@ static void local_rank_body(rig *r) {
     CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, 0), r->rank / 2);
     CHECK_EQ_INT(fsdp_mesh_rank(r->b.mesh, fsdp_mesh_dim(r->b.mesh, "tp")), r->rank % 2);
     CHECK_EQ_INT(fsdp_mesh_rank(alone, 0), r->rank / 2);
-    CHECK_EQ_INT(fsdp_mesh_rank(alone, -1), -1); /* a dim is always named */
+    CHECK_EQ_INT(fsdp_mesh_rank(alone, -1), -1); /* a dim must be named */
     CHECK_EQ_INT(fsdp_mesh_dim(r->b.mesh, "ep"), -1);
     d.mesh = r->b.mesh, d.tp_dim = "ep";
     REFUSED(r->b.w, fsdp_dmesh_create(r->b.model, &d, &none),
@@ -232,7 +234,7 @@ static void local_rank_body(rig *r) {
    -1, gives -1. */
 TEST_P(dtensor_compile, get_local_rank_compile, ways) { run_on2(row, 2, 2, local_rank_body, NULL); }
 
-/* From a spec to itself: no step, no record, and the memory may be the same. */
+/* From a spec to itself: no step, no op, and the memory may be the same. */
 static void identity_step(rig *r, void *arg) {
     float *x = (float *)arg;
     CALL(r->b.w, fsdp_redistribute((fsdp_redistribution *)(uintptr_t)r->any, x, x));
@@ -256,8 +258,8 @@ TEST_P(dtensor_compile, fakify_dtensor, all_ways) {
     if (row->played) run_on(row, 4096, identity_body);
 }
 
-/* What a redistribution reads stays: with canaries, in memory that peers read and in other. Behind
-   the call the caller writes it, and the result stays. */
+/* A redistribution must not change its input: checked with canaries, in memory that peers read and
+   in other memory. After the call the caller overwrites the input, and the result stays. */
 typedef struct mutation {
     const char *from, *to, *wire;
 } mutation;
@@ -291,7 +293,7 @@ static void mutations_body(rig *r) {
    input after the call, and the result stays. No gradient of the function. */
 TEST_P(dtensor_compile, dtensor_input_mutations, ways) { run_on(row, 2, mutations_body); }
 
-/* The placement of what does not exist yet decides what is done. */
+/* The placement of a tensor that does not exist yet decides what is issued. */
 static void attribute_body(rig *r) {
     const fsdp_spec ones = spec1(r, "S0", 4);
     const fsdp_propagation p = propagate(FSDP_TENSOR_OP_SCALE, &ones, NULL, &no_args);
@@ -310,7 +312,7 @@ TEST_P(dtensor_compile, dtensor_attribute_access_on_intermediate, ways) {
     run_on(row, 2, attribute_body);
 }
 
-/* A spec from its shape. Two placements are not for a mesh of one dim. */
+/* Infers a spec from its shape. Two placements do not fit a mesh of one dim. */
 static void constructor_body(rig *r) {
     const int64_t local[2] = {64, 32}, whole[2] = {128, 32};
     const int32_t mesh[2] = {1, 2}, coord[2] = {0, r->b.coord[0]};
@@ -341,7 +343,7 @@ TEST_P(dtensor_compile, dtensor_constructor_w_dynamo_disable, ways) {
     run_on(row, 2, constructor_body);
 }
 
-/* One body on a host and on a device with streams: the same records. */
+/* One body on a host and on a device with streams: equal ops. */
 typedef struct devices {
     char host[600], device[600];
 } devices;
@@ -372,7 +374,7 @@ TEST(dtensor_compile, dtensor_dynamo_device_mesh_attrs) {
 
 /* ---- redistributions, sizes, gradients ------------------------------------------------------- */
 
-/* A tensor cut along dim 0 into equal parts, whose part k is that of the rank that k stands for. */
+/* Returns a tensor sharded along dim 0 into equal parts; part k is that of rank rig_who(r, k). */
 static float *stacked(const rig *r, int64_t seed, int64_t count) {
     float *whole = (float *)lab_zeros((size_t)(r->ranks * count), sizeof *whole);
     for (int k = 0; k < r->ranks; k++)
@@ -383,15 +385,15 @@ static float *stacked(const rig *r, int64_t seed, int64_t count) {
 static void check_text(const rig *r, int from, const char *wire) {
     W_CHECK(!strcmp(records_from(r, from, COLLECTIVES), wire), "records '%s', expected '%s'",
             records_from(r, from, COLLECTIVES), wire);
-    int count = 0; /* and no other collective: every byte that leaves a rank is in these */
+    int count = 0; /* no other collective: every byte that leaves a rank is in these */
     for (const char *c = wire; *c; c++) count += *c == '/';
     CHECK_EQ_INT(collectives_in(r, from, r->b.log.num), count);
 }
-/* One size of a step that gathers rows: x * x is gathered; my first row is looked at. */
+/* One size of a step that gathers rows: x * x is gathered; this rank's first row is checked. */
 typedef struct dynamic {
     fsdp_redistribution *gather;
     float *x, *y;
-    int64_t rows, columns; /* of each rank */
+    int64_t rows, columns; /* rows: of each rank */
 } dynamic;
 static void dynamic_step(rig *r, void *arg) {
     const dynamic *d = (const dynamic *)arg;
@@ -431,7 +433,8 @@ static void dynamic_body(rig *r) {
    collective for 0 rows. */
 TEST_P(dtensor_compile, dtensor_dynamic, all_ways) { run_on(row, 2, dynamic_body); }
 
-/* A split along the cut dim asks for the whole: one gather, and both pieces are rows of it. */
+/* A split along the sharded dim needs the full tensor: one gather, and both pieces are rows of it.
+   */
 static void slice_body(rig *r) {
     static const int rows[] = {8, 6, 5};
     fsdp_redistribution *gather = redist(r, "x", spec2(r, "S0", 8, 4), spec2(r, "R", 8, 4));
@@ -461,12 +464,12 @@ static void slice_body(rig *r) {
    needs the whole. */
 TEST_P(dtensor_compile, dtensor_dynamic_slice, ways) { run_on(row, 2, slice_body); }
 
-/* log_softmax of logits whose classes are cut; then the classes are gathered. */
+/* log_softmax of logits with sharded classes; then the classes are gathered. */
 typedef struct softmax {
     fsdp_redistribution *max, *sum, *gather;
-    float *x, *logp, *all, *in, *most, *sums; /* x (4,4) here, of (4,8) */
+    float *x, *logp, *all, *in, *most, *sums; /* x (4,4) is this rank's part of (4,8) */
 } softmax;
-static float logit(const rig *r, int row, int column) { /* of the whole */
+static float logit(const rig *r, int row, int column) { /* an element of the full tensor */
     const int at = column % 4, k = rig_who(r, column / 4);
     return (float)(row * 3 + at * 5 + k * 2) / 4 - 1;
 }
@@ -514,7 +517,7 @@ TEST_P(dtensor_compile, dtensor_dynamic_loss_parallel_log_softmax, all_ways) {
     run_on(row, 2, softmax_body);
 }
 
-/* Joined along the cut dim: both inputs are gathered first. */
+/* Concatenation along the sharded dim: both inputs are gathered first. */
 static void cat_body(rig *r) {
     static const int rows[][2] = {{8, 6}, {6, 4}, {5, 1}, {8, 6}};
     fsdp_redistribution *gather[2] = {redist(r, "a", spec2(r, "S0", 8, 4), spec2(r, "R", 8, 4)),
@@ -547,7 +550,7 @@ static void cat_body(rig *r) {
 /* PyTorch: test_dtensor_compile.py test_dtensor_dynamic_cat. Done: one route for each input. */
 TEST_P(dtensor_compile, dtensor_dynamic_cat, ways) { run_on(row, 2, cat_body); }
 
-/* Sizes that share a route; and a branch of the caller, whose other side has a route of its own. */
+/* Sizes that share a route; and a branch of the caller, whose other side has its own route. */
 static void recompiles_body(rig *r) {
     static const int shapes[3][2] = {{4, 4}, {6, 8}, {10, 10}}, rows[] = {8, 16, 128, 16, 128};
     dynamic d = FSDP_ZERO, large = FSDP_ZERO;
@@ -576,7 +579,7 @@ static void recompiles_body(rig *r) {
    with the caller's other branch. */
 TEST_P(dtensor_compile, dtensor_dynamic_recompiles, all_ways) { run_on(row, 2, recompiles_body); }
 
-/* Of what each operation needs and gives nothing depends on sizes, not even on empty ones. */
+/* The placements of each operation do not depend on sizes, not even on empty ones. */
 /* PyTorch: test_dtensor_compile.py test_dtensor_unbacked_matmuls. Partly: PyTorch's three
    placements for all sizes 0 to 9. No products: no rank runs. */
 TEST(dtensor_compile, dtensor_unbacked_matmuls) {
@@ -602,7 +605,7 @@ TEST(dtensor_compile, dtensor_unbacked_matmuls) {
     CHECK_EQ_INT(cases, 3000);
 }
 
-/* A rank without a part of k adds zeros; without rows no rank comes. */
+/* A rank without a part of k adds zeros; without rows no collective runs. */
 static void zero_shards_body(rig *r) {
     fsdp_redistribution *sum = redist(r, "xy", spec2(r, "R P", 3, 1), spec2(r, "R R", 3, 1));
     float *part = rig_own(r, 3), *out = rig_own(r, 3);
@@ -612,7 +615,7 @@ static void zero_shards_body(rig *r) {
         const float mine[3] = {2, 3, 4}, w = 5;
         fsdp_local l;
         CHECK_OK(fsdp_spec_local(&x, r->b.coord, &l));
-        CHECK_EQ_INT(l.shape[1], r->b.coord[1] == 0); /* k of 1 over 2 ranks */
+        CHECK_EQ_INT(l.shape[1], r->b.coord[1] == 0); /* k of 1 on 2 ranks */
         CALL(r->b.w, fsdp_redistribution_resize(sum, 0, m));
         CHECK(p.out.shape[0] == m && p.out.shape[1] == 1 && p.out.place[1].kind == FSDP_PARTIAL);
         matmul(part, 0, mine, 0, &w, 0, m, l.shape[1], 1);
@@ -666,7 +669,8 @@ TEST_P(dtensor_compile, dtensor_requires_grad_recompile, ways) {
     run_on(row, 2, requires_grad_body);
 }
 
-/* x (4,16,4) is cut along dim 1, given transposed to a linear layer: its output is addends. */
+/* x (4,16,4) is sharded along dim 1 and enters a linear layer transposed: the output is a partial
+   value. */
 static void noncontiguous_body(rig *r) {
     enum { B = 4, J = 4, K = 16, O = 4, ROWS = B * J };
     const fsdp_spec x = spec3(r, "S1", B, K, J), y = spec2(r, "S1", O, K), z = spec1(r, "R", O);
@@ -694,12 +698,12 @@ static void noncontiguous_body(rig *r) {
     fsdp_redistribution *sum = redist(r, "out", p.out, spec3(r, "R", B, J, O));
     run_redist(r, sum, out, src);
     check_text(r, 0, "AR 64/2");
-    add_bias(out, wz, ROWS, O); /* behind the sum, so that it counts once */
+    add_bias(out, wz, ROWS, O); /* after the sum, so that it counts once */
     check_same(out, want, ROWS * O, "output");
-    for (int i = 0; i < ROWS * O; i++) ones[i] = 1; /* the gradient of the sum arrives whole */
+    for (int i = 0; i < ROWS * O; i++) ones[i] = 1; /* the gradient of the sum arrives replicated */
     CHECK_EQ_INT(info_of(r, backward_of(r, sum, NULL)).route.num_steps, 0);
     fsdp_redistribution *addend = redist(r, "z", z,
-                                         p.in[2]); /* local; its gradient is whole, too */
+                                         p.in[2]); /* local; its gradient is replicated, too */
     CHECK(info_of(r, addend).route.num_steps == 1 && !info_of(r, addend).route.num_collectives);
     CHECK_EQ_INT(info_of(r, backward_of(r, addend, NULL)).route.num_steps, 0);
     float gx[ROWS * K / 2], gy[O * K / 2], gz[O] = {0};
@@ -717,8 +721,8 @@ static void noncontiguous_body(rig *r) {
    values and gradients. No strides: the caller transposes. */
 TEST_P(dtensor_compile, dtensor_noncontiguous_output, ways) { run_on(row, 2, noncontiguous_body); }
 
-/* (10,257,160), held as addends, is cut along dim 1 over ranks 1 and 3, or 0 and 2, of 4 ranks:
-   129 rows and 128. What was planned is what runs, and a part is tight. Backward gathers. */
+/* A partial value of (10,257,160) is sharded along dim 1 over ranks 1 and 3, or 0 and 2, of 4
+   ranks: 129 and 128 rows. The run equals the plan, and a part has no padding. Backward gathers. */
 enum { A = 10, N = 257, C = 160, WIDE = (N + 1) / 2 };
 static const int forward_only = 0, and_back = 1;
 static void unbalanced_on(rig *r, int back) {
@@ -738,14 +742,14 @@ static void unbalanced_on(rig *r, int back) {
     int at = r->b.log.num;
     run_redist(r, scatter, y, x);
     check_text(r, at, "RS 206400/2"); /* 10 x 129 x 160 of 10 x 258 x 160 */
-    /* Where all ranks are alike, mine is still the part that my coordinate has. */
+    /* With identical ranks, a rank's part still follows from its coordinate. */
     check_part(r, &to, whole, y, "scattered");
     if (back) {
         fsdp_redistribution *gather = backward_of(r, scatter, NULL);
         at = r->b.log.num;
         run_redist(r, gather, x, y);
         check_text(r, at, "AG 206400/2");
-        check_same(x, whole, A * N * C, "gathered"); /* tight: 257 x 160 */
+        check_same(x, whole, A * N * C, "gathered"); /* no padding: 257 x 160 */
     }
     free(whole);
 }
@@ -780,7 +784,7 @@ TEST_P(dtensor_compile, dtensor_contiguous_dtensor_noncontiguous_local_as_tangen
     unbalanced(row, &and_back);
 }
 
-/* A spec of the gradient from placements of any kind of memory, which is then overwritten. */
+/* The spec of a gradient from placements in any kind of memory, which is then overwritten. */
 enum { LITERAL, OF_A_SPEC, ON_HEAP, AS_ARGUMENT, BY_NAME };
 static void grad_step(rig *r, void *arg) {
     fsdp_redistribution *const *run = (fsdp_redistribution *const *)arg;
@@ -790,7 +794,7 @@ static void grad_step(rig *r, void *arg) {
     for (int i = 0; i < 4; i++) W_CHECK(y[i] + 2 == 3, "%g", (double)y[i]);
     for (int i = 0; i < 4; i++) y[i] = (float)(r->b.coord[0] + 1 + 4 * i);
     run_redist(r, run[1], dx, y);
-    for (int i = 0; i < 2; i++) /* 1 and 2 are added */
+    for (int i = 0; i < 2; i++) /* the sum of 1 and 2 */
         W_CHECK(dx[i] == (float)(3 + 8 * (2 * r->b.coord[0] + i)), "%g", (double)dx[i]);
     rig_saw(r, dx, 2);
 }
@@ -802,7 +806,7 @@ static void grad_placements_body(rig *r) {
     fsdp_spec grad = to, sums = spec1(r, "P", 4);
     fsdp_redistribution *run[2];
     *heap = on_stack[0] = literal[0];
-    if (kind == BY_NAME) /* place may be the spec's own */
+    if (kind == BY_NAME) /* place may be the spec's own array */
         grad.place[0].kind = FSDP_PARTIAL;
     CHECK_OK(fsdp_spec_init(&grad, 1, r->b.shape,
                             kind == LITERAL       ? literal
@@ -848,7 +852,7 @@ TEST_P(dtensor_compile, dynamo_from_local_grad_placements_sequence_intermediate_
 }
 TEST_P(dtensor_compile, dynamo_to_local_kwargs, ways) { grad_placements(row, BY_NAME); }
 
-/* Addends that are divided: AVG, or a factor of the redistribution. */
+/* Partial values that are divided: AVG, or a factor of the redistribution. */
 static void custom_partial_body(rig *r) {
     fsdp_redistribution_desc d = FSDP_ZERO;
     fsdp_redistribution *scaled;
@@ -857,7 +861,7 @@ static void custom_partial_body(rig *r) {
     float *x = rig_own(r, 4), *y = rig_own(r, 4), *z = rig_own(r, 2);
     mean.place[0].op = FSDP_AVG;
     for (int i = 0; i < 4; i++)
-        x[i] = (float)((r->b.coord[0] + 1) * (i + 1)); /* 1, 2, 3, 4 times */
+        x[i] = (float)((r->b.coord[0] + 1) * (i + 1)); /* multiplied by 1, 2, 3, 4 */
     run_redist(r, redist(r, "mean", mean, all), y, x);
     for (int i = 0; i < 4; i++) W_CHECK(y[i] == 2.5f * (float)(i + 1), "%g", (double)y[i]);
     d.name = "scaled", d.from = sum, d.to = all, d.scale = 1.0 / r->ranks;
@@ -876,7 +880,7 @@ TEST_P(dtensor_compile, dynamo_to_local_custom_partial_placement, ways) {
     run_on(row, 4, custom_partial_body);
 }
 
-/* What a hook does with local parts stands between two redistributions, and needs no call. */
+/* A hook's work on local parts stands between two redistributions, and needs no call. */
 typedef struct hooked {
     fsdp_redistribution *in, *out, *all;
     float *x, *y, *z, *whole, *want, *w;
@@ -884,7 +888,7 @@ typedef struct hooked {
 static void hook_step(rig *r, void *arg) {
     const hooked *h = (const hooked *)arg;
     run_redist(r, h->in, h->y, h->x);
-    matmul(h->z, 0, h->y, 0, h->w, 1, 2, 4, 4); /* my two rows of a linear layer */
+    matmul(h->z, 0, h->y, 0, h->w, 1, 2, 4, 4); /* this rank's two rows of a linear layer */
     for (int i = 0; i < 8; i++) h->z[i] += 2;
     run_redist(r, h->out, h->y, h->z);
     run_redist(r, h->all, h->want, h->y);
@@ -912,7 +916,7 @@ static void hook_body(rig *r) {
    between two redistributions without a step. No hook. */
 TEST_P(dtensor_compile, dynamo_to_local_kwargs_forward_hook, ways) { run_on(row, 2, hook_body); }
 
-/* A norm over a dim that was cut. The gradient may arrive as addends, cut, or whole. */
+/* A norm over a dim that was sharded. The gradient may arrive partial, sharded, or replicated. */
 static void layer_norm(const float *x, float *y, int rows, int n) {
     for (int i = 0; i < rows; i++) {
         double mean = 0, var = 0;
@@ -941,7 +945,7 @@ static void different_grad_body(rig *r) {
         fsdp_redistribution *back = backward_of(r, gather, &g);
         const int at = r->b.log.num;
         put_part(r, &g, dout, grad);
-        for (int k = 0; k < 48 && !i; k++) /* addends of it */
+        for (int k = 0; k < 48 && !i; k++) /* its partial values */
             grad[k] = r->b.coord[0] ? dout[k] - 3 : 3;
         memset(dx, 0x5a, 24 * sizeof *dx);
         run_redist(r, back, dx, grad);
@@ -966,7 +970,7 @@ static void ones_step(rig *r, void *arg) {
 static void ones_body(rig *r) {
     (void)rig_own(r, 1), (void)rig_own(r, 2);
     twice(r, ones_step, redist(r, "x", spec1(r, "S0", 2), spec1(r, "R", 2)));
-    check_text(r, 0, "AG 1/2, AG 1/2"); /* of both runs */
+    check_text(r, 0, "AG 1/2, AG 1/2"); /* in both runs */
     CHECK_EQ_INT(routes_of(r), 1);
 }
 /* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local_redistribute. Done. */
@@ -974,7 +978,7 @@ TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute, all_ways) {
     run_on(row, 2, ones_body);
 }
 
-/* Beside the caller's stream: the bits and the collectives of the call that blocks. */
+/* Next to the caller's stream: the bits and the collectives of the blocking call. */
 typedef struct async {
     fsdp_redistribution *run;
     float *x, *y;
@@ -1005,7 +1009,7 @@ static void async_body(rig *r) {
         snprintf(wire, sizeof wire, "%s", records_from(r, at, COLLECTIVES));
         a.beside = 1;
         at = r->b.log.num;
-        async_step(r, &a); /* the first one may start a worker */
+        async_step(r, &a); /* the first one may start a worker thread */
         async_step(r, &a);
         CHECK_EQ_STR(records_from(r, at, COLLECTIVES), wire);
         for (int k = at; k < r->b.log.num; k++)
@@ -1022,7 +1026,7 @@ TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute_async, streams) {
     run_beside(row, 2, async_body);
 }
 
-/* A gather under way is waited for once, before its first use. */
+/* The first use of a gather under way waits for it, once. */
 static void in_flight_body(rig *r) {
     fsdp_redistribution *gather = redist(r, "x", spec1(r, "S0", 4), spec1(r, "R", 4));
     float *x = rig_shared(r, 2), *y = rig_shared(r, 4), z[4];
@@ -1052,8 +1056,8 @@ static void in_flight_body(rig *r) {
    a second wait issues no op. */
 TEST_P(dtensor_compile, graph_input_is_async, streams) { run_beside(row, 2, in_flight_body); }
 
-/* Two gradients under way, waited for in the other order. Then the model ends with one under
-   way. */
+/* Two gradients are under way, and are waited for in reverse order. Then the model ends with one
+   under way. */
 static void tangents_body(rig *r) {
     fsdp_redistribution *a = redist(r, "a", spec1(r, "S0", 6), spec1(r, "R", 6)),
                         *b = redist(r, "b", spec1(r, "P", 6), spec1(r, "S0", 6));
@@ -1084,7 +1088,7 @@ TEST_P(dtensor_compile, unwrap_async_collective_tensor_tangent, streams) {
     run_beside(row, 2, tangents_body);
 }
 
-/* Addends stay addends through a sum and a product with a whole factor. */
+/* Partial values stay partial in a sum and in a product with a replicated factor. */
 static void partial_output_body(rig *r) {
     const fsdp_spec x = spec2(r, "P", 2, 2), w = spec2(r, "R", 2, 2);
     const fsdp_propagation add = propagate(FSDP_TENSOR_OP_ADD, &x, &x, &no_args),
@@ -1103,7 +1107,7 @@ static void partial_output_body(rig *r) {
     matmul(want, 0, twofold, 0, y, 0, 2, 2, 2);
     check_same(out, want, 4, "(x + x) y");
     CHECK_EQ_INT(info_of(r, backward_of(r, sum, NULL)).route.num_steps, 0);
-    matmul(dx, 0, ones, 0, y, 1, 2, 2, 2); /* each addend's gradient is that of the whole */
+    matmul(dx, 0, ones, 0, y, 1, 2, 2, 2); /* each summand's gradient is that of the full tensor */
     for (int i = 0; i < 4; i++) W_CHECK(2 * dx[i] == (i % 2 ? 14 : 6), "%g", (double)dx[i]);
     free(mine), free(one), free(two);
 }
@@ -1113,13 +1117,13 @@ TEST_P(dtensor_compile, dtensor_partial_placement_graph_output, ways) {
     run_on(row, 2, partial_output_body);
 }
 
-/* ---- what is found once ---------------------------------------------------------------------- */
+/* ---- routes that are searched once ----------------------------------------------------------- */
 
 static void from_local_body(rig *r) {
     const fsdp_spec all = spec1(r, "R", 4), sums = spec1(r, "P", 4);
     fsdp_redistribution *stays = redist(r, "x", all, all);
     float *x = rig_own(r, 4), *dx = rig_own(r, 4);
-    for (int call = 0; call < 2; call++) { /* placements by position, by name: the same desc */
+    for (int call = 0; call < 2; call++) { /* placements by position, and by name: equal descs */
         fsdp_redistribution_desc d = FSDP_ZERO;
         fsdp_redistribution *again;
         d.name = "x", d.from = d.to = call ? spec1(r, "R", 4) : all;
@@ -1139,7 +1143,8 @@ static void from_local_body(rig *r) {
 /* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local. Done. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local, ways) { run_on(row, 2, from_local_body); }
 
-/* Each dim in turn, two at once, all: one route. A size above the desc's changes nothing. */
+/* Resizes each dim in turn, two at once, all: one route. A size above the desc's changes nothing.
+   */
 typedef struct sized {
     fsdp_redistribution *gather;
     float *x, *y, *whole;
@@ -1206,7 +1211,7 @@ static void recompile_body(rig *r) {
    same object. */
 TEST_P(dtensor_compile, dynamo_dtensor_recompile, ways) { run_on(row, 2, recompile_body); }
 
-/* Equal specs are equal, wherever they lie and from whichever mesh they are. */
+/* Equal specs are equal, wherever they are in memory and whatever mesh object they come from. */
 static void same_mesh_body(rig *r) {
     static const char *const one[1] = {"tp"};
     fsdp_redistribution *first[2] = {NULL, NULL}, *run;
@@ -1217,8 +1222,9 @@ static void same_mesh_body(rig *r) {
             fsdp_redistribution_desc *d = (fsdp_redistribution_desc *)lab_zeros(1, sizeof *d);
             const int32_t size = fsdp_mesh_size(mesh, 0);
             const int64_t shape[2] = {4, 4};
-            char name[2] = {'x', 0};                       /* not its address */
-            memset(place, kind ? 0 : 0x5a, sizeof *place); /* what a kind does not use is ignored */
+            char name[2] = {'x', 0};                       /* compared by content */
+            /* fields that a kind does not use are ignored */
+            memset(place, kind ? 0 : 0x5a, sizeof *place);
             place->kind = FSDP_REPLICATE;
             CHECK_OK(fsdp_spec_init(&d->to, 1, &size, place, FSDP_F32, 2, shape));
             place->kind = kind ? FSDP_PARTIAL : FSDP_SHARD;
@@ -1245,16 +1251,16 @@ TEST_P(dtensor_compile, dtensor_dont_recompile_on_same_placement_devicemesh, way
 
 /* ---- the order of collectives ---------------------------------------------------------------- */
 
-/* Attention of PyTorch's test: q, k and v are added and projected. Tokens are cut over ranks, and
-   each of q, k, v has half of the columns there; the projection gives addends. */
+/* Attention of PyTorch's test: q, k and v are added and projected. Tokens are sharded over ranks,
+   and each of q, k, v has half of the columns there; the projection gives partial values. */
 enum { TOKENS = 20, DIM = 16, HEAD = DIM / 2 };
 enum { WQ, WK, WV, WO, WEIGHTS };
 typedef struct attention {
     fsdp_redistribution *in, *out, *back_in, *back_out;
-    float *x, *full, *y, *part, *dy, *dfull, *dpart, *dx;  /* as they travel */
-    float w[WEIGHTS][DIM * HEAD], dw[WEIGHTS][DIM * HEAD]; /* mine: wo (DIM, HEAD) */
+    float *x, *full, *y, *part, *dy, *dfull, *dpart, *dx;  /* as they are sent */
+    float w[WEIGHTS][DIM * HEAD], dw[WEIGHTS][DIM * HEAD]; /* this rank's: wo (DIM, HEAD) */
     float heads[2 * TOKENS * HEAD], dheads[2 * TOKENS * HEAD];
-    float *want_y, *want_dx, *want_dw[WEIGHTS]; /* one process */
+    float *want_y, *want_dx, *want_dw[WEIGHTS]; /* results of one process */
     int split;
 } attention;
 static void attention_begin(rig *r, attention *a) {
@@ -1288,9 +1294,9 @@ static void attention_begin(rig *r, attention *a) {
     for (int k = 0; k < WEIGHTS; k++) free(w[k]);
     free(x), free(dy), free(h), free(dh);
 }
-/* The forward, in one function or as two. */
+/* The forward, in one function or in two. */
 static void attention_qkv(rig *r, attention *a) {
-    run_redist(r, a->in, a->full, a->x); /* one gather for the three */
+    run_redist(r, a->in, a->full, a->x); /* one gather for all three */
     for (int k = 0; k < WO; k++)
         matmul(a->heads, k > 0, a->full, 0, a->w[k], 1, 2 * TOKENS, DIM, HEAD);
 }
@@ -1315,7 +1321,7 @@ static void attention_step(rig *r, void *arg) {
     run_redist(r, a->back_out, a->dfull, a->dy);
     matmul(a->dw[WO], 0, a->dfull, 1, a->heads, 0, DIM, 2 * TOKENS, HEAD);
     matmul(a->dheads, 0, a->dfull, 0, a->w[WO], 0, 2 * TOKENS, DIM, HEAD);
-    for (int k = 0; k < WO; k++) { /* the three dX are added before they are reduced */
+    for (int k = 0; k < WO; k++) { /* the three dX are added before the reduction */
         matmul(a->dpart, k > 0, a->dheads, 0, a->w[k], 0, 2 * TOKENS, HEAD, DIM);
         matmul(a->dw[k], 0, a->dheads, 1, a->full, 0, HEAD, 2 * TOKENS, DIM);
     }
@@ -1330,7 +1336,7 @@ static void attention_body(rig *r) {
     a->split = *(const int *)r->arg;
     attention_begin(r, a);
     const int from = twice(r, attention_step, a);
-    /* in such memory parts lie as they travel: nothing is copied */
+    /* in this memory parts have the layout in which they are sent: no copies */
     CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), records_from(r, from, COLLECTIVES));
     check_part(r, &tokens, a->want_y, a->y, "y");
     check_part(r, &tokens, a->want_dx, a->dx, "dx");
@@ -1353,7 +1359,7 @@ TEST_P(dtensor_compile, tp_compile_comm_reordering, ways) { attend(row, 0); }
    forward in two functions. No graph that is cut in parts. */
 TEST_P(dtensor_compile, tp_compile_comm_reordering_graph_partition, ways) { attend(row, 1); }
 
-/* One redistribution that a step runs twice; with its backward. */
+/* A redistribution that a step runs twice; with its backward. */
 typedef struct nested {
     fsdp_redistribution *gather, *back;
     float *x, *y, *z, *dx, *whole;
@@ -1368,7 +1374,7 @@ static void nested_step(rig *r, void *arg) {
     for (int i = 0; i < 32; i++) n->y[i] += n->z[i];
     rig_saw(r, n->y, 32);
     if (!n->back) return;
-    run_redist(r, n->back, n->dx, n->y); /* each rank gives twice the whole */
+    run_redist(r, n->back, n->dx, n->y); /* each rank passes twice the full tensor */
     for (int i = 0; i < 16; i++)
         W_CHECK(n->dx[i] == 4 * n->x[i], "%g, expected %g", (double)n->dx[i], 4 * (double)n->x[i]);
     rig_saw(r, n->dx, 16);
@@ -1404,28 +1410,29 @@ TEST_P(dtensor_compile, aot_autograd_over_dynamo_dtensor_requires_grad, ways) { 
 
 /* ---- two layers, with tensor parallelism and FSDP -------------------------------------------- */
 
-/* PyTorch's SimpleModel: two MLPs 10-16-10. Ranks of tp cut the 16; row biases are replicated. With
-   sequence parallel (sp) they cut tokens between the layers, too. */
+/* PyTorch's SimpleModel: two MLPs 10-16-10. Ranks of tp shard the 16; row biases are replicated.
+   With sequence parallelism (sp) they also shard tokens between the layers. */
 enum { D = 10, H = 16, ROWS = 20, LAYERS = 2, MLP_PARAMS = 3, STEPS = 3 };
 enum { W1, B1, W2, B2, KINDS };
 typedef struct setup {
     const char *name;
     way how;
-    int dp, tp; /* dp 0: the mesh has no such dim */
+    int dp, tp; /* dp 0: no such dim */
     int sp, no_bias, checkpoint, planned;
-    int apart; /* the model shards alone: the ranks of tp are none of its replicas */
+    int apart; /* apart: the ranks of tp are not replicas of the model */
 } setup;
 typedef struct simple {
     const setup *c;
-    int64_t full, wide; /* rows of a gathered input; of 16, mine */
+    int64_t full, wide; /* rows of a gathered input; this rank's columns of 16 */
     fsdp_unit *rest, *mlp[LAYERS];
     fsdp_redistribution *in[LAYERS], *out[LAYERS], *slice, *back_slice, *back_in, *back_out;
-    float *x, *dout; /* what this rank is given */
-    float *act[LAYERS], *y[LAYERS], *part, *result, *dfull, *dmid, *dy0; /* as they travel */
+    float *x, *dout; /* inputs of this rank */
+    float *act[LAYERS], *y[LAYERS], *part, *result, *dfull, *dmid, *dy0; /* as they are sent */
     float *h[LAYERS], *dh;
-    float *whole[LAYERS][KINDS], *want[LAYERS][KINDS], *want_out; /* one process */
-    uint64_t grads;                                               /* of my shards' gradients */
-    int compares; /* the gradients, gathered whole, with those of one process */
+    float *whole[LAYERS][KINDS], *want[LAYERS][KINDS], *want_out; /* results of one process */
+    /* hash of this rank's shard gradients */
+    uint64_t grads;
+    int compares; /* compares the gathered gradients with those of one process */
 } simple;
 
 static const int64_t kind_shapes[KINDS][2] = {{H, D}, {H, 0}, {D, H}, {D, 0}};
@@ -1445,7 +1452,7 @@ static void simple_units(rig *r, simple *m) {
                                                  {FSDP_REPLICATE, 0, 0, 0}};
     fsdp_tp_unit_desc d = FSDP_ZERO;
     fsdp_param_desc p[MLP_PARAMS];
-    if (!m->c->no_bias) { /* one unit for all that is replicated, open around the others */
+    if (!m->c->no_bias) { /* one unit for all replicated parameters, open around the others */
         p[0] = kind_desc("mlp_0.b2", B2), p[1] = kind_desc("mlp_1.b2", B2);
         d.unit.name = "rest", d.unit.params = p, d.unit.num_params = LAYERS, d.tp = whole;
         d.unit.reshard_after_forward = FSDP_RESHARD_NEVER;
@@ -1457,7 +1464,7 @@ static void simple_units(rig *r, simple *m) {
         d.unit.name = names[l], d.unit.params = p, d.unit.num_params = MLP_PARAMS, d.tp = cut;
         CALL(r->b.w, fsdp_tp_fully_shard(r->b.dm, &d, &m->mlp[l]));
     }
-    for (int l = 0; l < LAYERS; l++) { /* what FSDP shards is this rank's part */
+    for (int l = 0; l < LAYERS; l++) { /* FSDP shards this rank's part */
         const fsdp_param_view w1 = lab_view(r->b.w, m->mlp[l], W1),
                               b1 = lab_view(r->b.w, m->mlp[l], B1),
                               w2 = lab_view(r->b.w, m->mlp[l], W2);
@@ -1497,7 +1504,7 @@ static void simple_redistributions(rig *r, simple *m) {
     m->x = rig_shared(r, m->full * D), m->dout = rig_shared(r, m->full * D);
 }
 
-/* The same in one process, on the rows of every rank of dp; gradients are their mean. */
+/* Computes the step in one process, on the rows of every rank of dp; gradients are their mean. */
 static void simple_reference(rig *r, simple *m) {
     const int dp = m->c->dp ? m->c->dp : 1, mine = m->c->dp ? r->b.coord[0] : 0;
     const fsdp_spec tokens = spec2(r, !m->c->sp ? r->b.ndim == 1 ? "R" : "R R" : "S0", m->full, D);
@@ -1564,7 +1571,7 @@ static float *grad_of(const rig *r, fsdp_unit *unit, int i) {
     return grad;
 }
 
-/* A layer, in forward or made again in backward; `whole`: its output is needed. */
+/* Runs a layer, in forward or recomputed in backward; `whole`: its output is needed. */
 static void simple_layer(rig *r, simple *m, int l, int whole) {
     fsdp_unit *u = m->mlp[l];
     const float *in = l ? m->y[0] : m->x;
@@ -1586,7 +1593,7 @@ static void simple_forward(rig *r, simple *m) {
     simple_layer(r, m, 1, 1);
     run_redist(r, m->slice, m->result, m->y[1]);
     if (m->rest) CALL(r->b.w, fsdp_post_forward(m->rest));
-    for (int l = 0; l < LAYERS && m->c->checkpoint; l++) { /* nothing but the input is kept */
+    for (int l = 0; l < LAYERS && m->c->checkpoint; l++) { /* only the input is kept */
         memset(m->h[l], 0xff, (size_t)(m->full * m->wide) * sizeof(float));
         memset(m->act[l], 0xff, (size_t)(m->full * D) * sizeof(float));
         memset(m->y[l], 0xff, (size_t)(m->full * D) * sizeof(float));
@@ -1620,7 +1627,7 @@ static void simple_backward(rig *r, simple *m) {
     settle(r);
 }
 
-/* The collectives over tp; forward and backward apart. */
+/* Checks the collectives over tp, separately for forward and backward. */
 static void check_tp(const rig *r, const simple *m, int from, int half, int end) {
     const int tp = m->c->tp, mine = ROWS * D;
     char forward[160], backward[160];
@@ -1641,8 +1648,8 @@ static int unit_ops(const rig *r, int from, int end, int kind, int label, const 
     return lab_count_ops(&r->b.log, from, kind, label, unit) -
            lab_count_ops(&r->b.log, end, kind, label, unit);
 }
-/* Those of FSDP over dp, and the sum of what is replicated over tp; no others. Groups of dp and of
-   tp are never mixed. */
+/* Checks the collectives of FSDP over dp, and the sum of replicated parameters over tp; there are
+   no others. Groups of dp and of tp are never mixed. */
 static void check_dp(const rig *r, const simple *m, int from, int half, int end) {
     const int dp = m->c->dp > 1, reduced = m->c->sp ? 7 : 3 + m->c->checkpoint;
     for (int l = 0; l < LAYERS; l++) {
@@ -1682,7 +1689,7 @@ static void check_dp(const rig *r, const simple *m, int from, int half, int end)
     }
 }
 
-/* Whole gradients, which are gathered in a step whose records are not compared. */
+/* Compares full gradients, which are gathered in a step whose ops are not compared. */
 static void simple_compare(rig *r, const simple *m) {
     float full[H * D];
     for (int l = 0; l < LAYERS; l++)
@@ -1694,7 +1701,8 @@ static void simple_compare(rig *r, const simple *m) {
         }
 }
 
-/* One step. Its records, but for a plan's; its result, and the gradients of my shards. */
+/* Runs one step, and checks its ops unless it is planned, its result and this rank's shard
+   gradients. */
 static void simple_step(rig *r, void *arg) {
     simple *m = (simple *)arg;
     const fsdp_spec tokens = spec2(r, !m->c->sp ? r->b.ndim == 1 ? "R" : "R R" : "S0", m->full, D);
@@ -1717,8 +1725,8 @@ static void simple_step(rig *r, void *arg) {
     CALL(r->b.w, fsdp_zero_grad(r->b.model));
 }
 
-/* Steps by calls: three of them, equal to the bit; the second and the third have equal records (the
-   first has no gradients to zero). */
+/* Three eager steps have equal bits; the second and the third have equal ops (the first has no
+   gradients to zero). */
 static uint64_t simple_by_calls(rig *r, simple *m) {
     m->compares = 1;
     r->hash = 1;
@@ -1730,7 +1738,7 @@ static uint64_t simple_by_calls(rig *r, simple *m) {
     return bits;
 }
 
-/* With a plan. What is replicated over tp lies in one more group than what is cut. */
+/* With a plan. Parameters that are replicated over tp are in one more group than sharded ones. */
 static void simple_planned(rig *r, simple *m, uint64_t bits) {
     fsdp_plan *plan;
     fsdp_plan_report report;
@@ -1746,7 +1754,7 @@ static void simple_planned(rig *r, simple *m, uint64_t bits) {
         CALL(r->b.w, fsdp_model_counters(r->b.model, &now));
         W_CHECK(r->hash == bits, "step %d with a plan has other bits", step);
         if (step >= 2) CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
-        /* recording: of the next step */
+        /* the mode is that of the next step */
         const fsdp_plan_mode want = step < 1 ? FSDP_PLAN_RECORDING : FSDP_PLAN_REPLAYING;
         W_CHECK(fsdp_plan_state(plan) == want, "step %d: mode %d: %s", step, fsdp_plan_state(plan),
                 fsdp_plan_why(plan));
@@ -1755,7 +1763,7 @@ static void simple_planned(rig *r, simple *m, uint64_t bits) {
     CHECK(report.recorded == 1 && report.replayed == STEPS && report.left == 0);
     const int rest = m->rest != NULL, shards = m->c->dp > 1;
     CHECK_EQ_INT(report.gathers[0], shards * (4 + rest));
-    /* inline and with lanes; where recompute opens both at once, they are not joined */
+    /* inline and with worker threads; where recompute opens both at once, they are not bucketed */
     CHECK_EQ_INT(report.gathers[1], shards * (1 + m->c->checkpoint + rest));
     CHECK_EQ_INT(report.reductions[0], shards * (2 + rest));
     CHECK_EQ_INT(report.reductions[1], shards * (1 + rest));
@@ -1767,7 +1775,7 @@ static void simple_body(rig *r) {
     simple *m = simple_begin(r, c);
     const uint64_t bits = simple_by_calls(r, m);
     const uint64_t grads = m->grads;
-    if (c->checkpoint) { /* without it: the same gradients */
+    if (c->checkpoint) { /* without it the gradients are equal */
         setup plain = *c;
         plain.checkpoint = 0, m->c = &plain;
         W_CHECK(simple_by_calls(r, m) == bits && m->grads == grads, "other bits without recompute");
@@ -1817,8 +1825,8 @@ TEST_P(dtensor_compile, 2d_fsdp_tp_compile, both) { simple_run(row); }
    gradients and output have the bits of the step without recompute. */
 TEST_P(dtensor_compile, 2d_fsdp_tp_ac_compile, checkpoints) { simple_run(row); }
 
-/* x (8,4) cut along dim 0 times y (4,8) cut along dim 1, which all ranks give alike: one operand is
-   gathered, then the output; backward of the gather is a reduce-scatter. */
+/* x (8,4) sharded along dim 0 times y (4,8) sharded along dim 1, with equal parts on all ranks: one
+   operand is gathered, then the output; the backward of the gather is a reduce-scatter. */
 typedef struct product {
     fsdp_propagation p;
     fsdp_redistribution *operand, *out, *back_out, *back;
@@ -1827,7 +1835,7 @@ typedef struct product {
 } product;
 static void product_step(rig *r, void *arg) {
     const product *q = (const product *)arg;
-    const int n = q->gathers_x ? 2 : 8; /* columns of my output, or all */
+    const int n = q->gathers_x ? 2 : 8; /* columns of this rank's output, or all */
     int at = r->b.log.num;
     run_redist(r, q->operand, q->full, q->gathers_x ? q->x : q->y);
     if (q->gathers_x) matmul(q->local, 0, q->full, 0, q->y, 0, 8, 4, 2);
@@ -1842,7 +1850,7 @@ static void product_step(rig *r, void *arg) {
     for (int i = 0; i < 64; i++) q->dz[i] = 1;
     run_redist(r, q->back_out, q->dlocal, q->dz);
     float *dx = q->gathers_x ? q->dfull : q->dpart, *dy = q->gathers_x ? q->dpart : q->dfull;
-    if (q->gathers_x) { /* dx has addends, dy is mine */
+    if (q->gathers_x) { /* dx is partial, dy is this rank's */
         matmul(q->dfull, 0, q->dlocal, 0, q->y, 1, 8, n, 4);
         matmul(dy, 0, q->full, 1, q->dlocal, 0, 4, 8, n);
         run_redist(r, q->back, q->full, q->dfull), dx = q->full;
@@ -1865,7 +1873,7 @@ static void product_body(rig *r) {
     q.p = propagate(FSDP_TENSOR_OP_MM, &x, &y, &no_args);
     q.gathers_x = q.p.in[0].place[0].kind == FSDP_REPLICATE;
     const fsdp_spec *given = q.gathers_x ? &x : &y, *kept = q.gathers_x ? &y : &x;
-    CHECK(same_spec(&q.p.in[q.gathers_x], kept)); /* the other one stays */
+    CHECK(same_spec(&q.p.in[q.gathers_x], kept)); /* the other operand stays */
     CHECK(q.p.in[!q.gathers_x].place[0].kind == FSDP_REPLICATE && q.p.cost_us > 0);
     CHECK(cut_along(&q.p.out, 0, q.gathers_x ? 1 : 0));
     CHECK(q.p.grad[!q.gathers_x].place[0].kind == FSDP_PARTIAL);
@@ -1884,8 +1892,8 @@ TEST_P(dtensor_compile, compile_dtensor_redistribute_backward, ways) {
     run_on(row, 4, product_body);
 }
 
-/* Rows of an embedding are cut over ranks, most of which have none over 16. What a rank lacks is
-   zero; the sum is cut along the columns. */
+/* Rows of an embedding are sharded over ranks; most of 16 ranks have none. Rows that a rank lacks
+   are zero; the sum is sharded along the columns. */
 enum { VOCAB = 10, WIDTH = 20, IDS = 8 };
 typedef struct embedding {
     fsdp_redistribution *out, *back;
@@ -1954,7 +1962,7 @@ TEST_P(dtensor_compile, compile_embedding_redistribute, embeddings, MANY_RANKS |
     run_on(&row->how, row->ranks, embedding_body);
 }
 
-/* torch.split of a whole tensor: its pieces are rows of the caller's buffer. */
+/* torch.split of a replicated tensor: its pieces are rows of the caller's buffer. */
 static void split_body(rig *r) {
     static const int counts[5] = {0, 0, 4, 3, 2};
     const fsdp_spec x = spec2(r, "R", 8, 8);

@@ -1,7 +1,8 @@
-/* test_dtensor_faults.c - a rank that dies or stops in the middle of a redistribution, between its
-   two collectives, called or begun: the others end within their deadline, with a status and a text
-   that name the rank, and those that wait for it name the redistribution. Ranks are processes on the
-   backend of FSDP_BACKEND: shared memory, Gloo, and NCCL on the stand-ins of tests/stubs.
+/* test_dtensor_faults.c - a rank dies or stops within a redistribution, between its two
+   collectives, with the blocking call or with begin: the others end within their deadline, with a
+   status and a text that name the rank, and those that wait for it name the redistribution. Ranks
+   are processes on the backend of FSDP_BACKEND: shared memory, Gloo, and NCCL on the stubs of
+   tests/stubs.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -9,7 +10,7 @@
 #include "lab.h"
 #include "faults.h"
 
-/* A tensor that both dims of a mesh (2, 2) cut is gathered whole, in two steps. */
+/* A tensor that is sharded over both dims of a mesh (2, 2) is gathered in two steps. */
 enum { SIDE = 8, ODD_STEP = 3, WORLD = 4 };
 
 typedef struct {
@@ -22,7 +23,7 @@ typedef struct {
     int step, seen, label; /* seen: collectives of this step's redistribution */
 } mover;
 
-/* The victim has taken part in the first collective, and leaves before the second. */
+/* The victim takes part in the first collective, and leaves before the second. */
 static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
     mover *t = (mover *)user;
     job *j = t->j;
@@ -72,7 +73,7 @@ static fsdp_status move(mover *t) {
     at(t->j, rank, AT_STEP);
     t->seen = 0;
     for (int i = 0; i < SIDE * SIDE / WORLD; i++) t->part[i] = (float)(rank * 100 + i + t->step);
-    if (t->j->offload) { /* here: it is begun, and waited for */
+    if (t->j->offload) { /* here: uses begin and wait */
         TRY(fsdp_redistribute_begin(t->gather, t->whole, t->part));
         TRY(fsdp_redistribute_wait(t->gather));
     } else TRY(fsdp_redistribute(t->gather, t->whole, t->part));
@@ -112,15 +113,15 @@ static job *make_job(const where *w, int timeout_ms, const int *signal) {
     return j;
 }
 
-/* Where ranks meet at a store, it is in rank 0: who waits for another than rank 0 says that the store
-   does not answer. */
+/* Returns 1 if the text names the victim. With a store, which is in rank 0, a rank that waits for a
+   rank other than 0 may say that the store does not answer. */
 static int blames(const job *j, int rank) {
     const char *text = j->rank[rank].text;
     return names(text, rank, j->victim) ||
            (getenv("FSDP_BACKEND") && j->victim == 0 && strstr(text, "the store does not answer"));
 }
-/* All others have this status and name the rank; at least its partner in the second collective says
-   what it was in. */
+/* Checks that all others have this status and name the rank; at least its partner in the second
+   collective names the redistribution. */
 static void all_blame(const job *j, fsdp_status status, int limit_ms) {
     int in_the_middle = 0;
     all_got(j, j->victim, status, NULL);

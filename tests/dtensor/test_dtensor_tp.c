@@ -1,7 +1,7 @@
-/* test_dtensor_tp.c - tensor parallelism with FSDP, HSDP, DDP and alone, beside the same net on
-   whole tensors: losses and gradients of every step, norms, replicas. A transformer block. Whole
-   tensors to and from the parts of ranks; clipping of parts of different sizes; a mesh that is a
-   slice; refusals; memory that is not there.
+/* test_dtensor_tp.c - tensor parallelism with FSDP, HSDP, DDP and by itself, compared with the same
+   net on full tensors: losses and gradients of every step, norms, replicas. A transformer block.
+   Conversion between full tensors and parts; clipping of parts with different sizes; a mesh that is
+   a slice; errors; lack of memory.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN | GLOO | NCCL)
@@ -9,16 +9,16 @@
 #include "lab_tp.h"
 #include "lab_block.h"
 
-/* ---- a net beside its whole ----------------------------------------------------------------- */
+/* ---- a net compared with full tensors ------------------------------------------------------- */
 
 static const tp_opt adamw = {0, 0.015625, 0.875, 0.96875, 0.015625, 0.03125};
 static const tp_opt sgd = {1, 0.125, 0.5, 0, 0, 0.03125};
 
 typedef struct job {
-    tp_net nets[2]; /* of the stages */
+    tp_net nets[2]; /* one for each stage */
     tp_story want[2];
     const tp_opt *opt;
-    double limit; /* of differences, relative to the largest number */
+    double limit; /* largest difference, relative to the largest number */
 } job;
 
 static void near_to(const tp_net *net, const char *what, int step, const double *got,
@@ -31,7 +31,7 @@ static void near_to(const tp_net *net, const char *what, int step, const double 
                   (long long)i, got[i], want[i]);
 }
 
-/* The records of a step, as often as a step is repeated. */
+/* Returns a hash of a step's ops, which must be equal in each step. */
 static uint64_t hash_records(const tp_rank *t) {
     uint64_t hash = 1;
     for (int n = t->log_begin; n < t->log_end; n++) {
@@ -44,7 +44,7 @@ static uint64_t hash_records(const tp_rank *t) {
     return hash;
 }
 
-/* Units gather and reduce in the dtypes that the model was given. */
+/* Checks that units gather and reduce in the model's dtypes. */
 static void check_dtypes(const tp_rank *t) {
     const tp_net *net = t->net;
     for (int n = t->log_begin; n < t->log_end; n++) {
@@ -52,7 +52,7 @@ static void check_dtypes(const tp_rank *t) {
         if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
             CHECK_EQ_INT(op->dtype, tp_dtype(net));
         if (op->comm && (op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_REPLICAS))
-            CHECK_EQ_INT(op->out_dtype, FSDP_F32); /* what is summed; it may read bf16 */
+            CHECK_EQ_INT(op->out_dtype, FSDP_F32); /* dtype of the sum; it may read bf16 */
     }
 }
 
@@ -94,7 +94,7 @@ static int ranks_of(const tp_net *net) {
     return net->stages ? ranks * net->stages : ranks;
 }
 
-/* Trains the net on ranks and on whole tensors. */
+/* Trains the net on ranks and on full tensors, and compares them. */
 static void beside(const tp_net *net, const tp_opt *opt, double limit, const lab_how *how) {
     int stages = net->stages ? net->stages : 1;
     static job j;
@@ -147,9 +147,9 @@ static const mesh_row meshes[] = {
     {"ddp_2x2_processes", 2, 0, 2, 1, 0, 1, 0},
 };
 
-/* MLPs of 3, 16 and 17: with 3 hidden features a part of four ranks is empty, and one of three is
-   not sharded evenly. Plain: replicated gradients are alike. Sequence parallel: they are addends,
-   and tokens are cut unevenly. */
+/* MLPs with 3, 16 and 17 hidden features: with 3, a part of four ranks is empty, and one of three
+   is not sharded evenly. Plain: replicated gradients are equal. Sequence parallel: they are
+   partial, and tokens are sharded unevenly. */
 TEST_P(dtensor_tp, parity, meshes,
        SECONDS(300) | (row->replicas && row->shards ? SLOW : 0) | (row->processes ? NO(NCCL) : 0)) {
     static const int64_t dims[] = {3, 16, 17};
@@ -207,7 +207,7 @@ static void take_feature(tp_net *net, const feature *f) {
     }
 }
 
-/* Gradients of bf16 are rounded before they are summed, on each rank that has a part. */
+/* bf16 gradients are rounded before they are summed, on each rank that has a part. */
 TEST_P(dtensor_tp, features, features, SECONDS(300) | SLOW) {
     static const int on[][3] = {{0, 2, 2}, {2, 2, 2}, {2, 0, 2}, {0, 0, 3}};
     for (size_t i = 0; i < sizeof on / sizeof *on; i++)
@@ -221,7 +221,7 @@ TEST_P(dtensor_tp, features, features, SECONDS(300) | SLOW) {
         }
 }
 
-/* Pipeline stages: the mesh of tensors is a slice, and the norm is one of all stages. */
+/* Pipeline stages: the mesh of tensors is a slice, and all stages share one norm. */
 static const struct {
     const char *name;
     int shards, lanes, processes;
@@ -251,8 +251,8 @@ typedef struct block_row {
 } block_row;
 typedef struct block_job {
     const block_row *row;
-    float *y[4], *dx[4];     /* of each rank with data of its own */
-    double *grad[BK_PARAMS]; /* the mean */
+    float *y[4], *dx[4];     /* of each rank with its own data */
+    double *grad[BK_PARAMS]; /* mean */
 } block_job;
 
 static void block_near(const float *got, const float *want, int64_t count, const char *what) {
@@ -265,7 +265,7 @@ static void block_near(const float *got, const float *want, int64_t count, const
                 (double)want[i]);
 }
 
-/* One process, on the data of each rank of dp in turn. */
+/* Computes the block in one process, on the data of each rank of dp in turn. */
 static void block_tell(block_job *j, const block_net *net) {
     block_net whole_net = *net;
     blk b;
@@ -289,8 +289,8 @@ static void block_tell(block_job *j, const block_net *net) {
     block_close(&b);
 }
 
-/* The activations of a pass: as many elements as the scheme says, over tp alone, and no copy: all
-   of them are where peers read them. */
+/* Checks the collectives of a pass: the elements of the scheme, over tp only, and no copies, as all
+   activations are in memory that peers read. */
 static void block_counts(const blk *b, const char *pass, int from, int end, int sums) {
     const block_net *net = b->net;
     const int64_t piece = (b->tokens + net->tp - 1) / net->tp * net->d;
@@ -305,7 +305,8 @@ static void block_counts(const blk *b, const char *pass, int from, int end, int 
     const char *got = bed_records(&b->on, from, end, COLLECTIVES);
     W_CHECK(!strcmp(got, net->tp > 1 ? want : ""), "%s: %s, expected %s", pass, got, want);
     W_CHECK(lab_count_ops(&b->on.log, from, -1, -1, NULL) > 0, "no record");
-    for (int i = from; i < end; i++) { /* of units: over dp, and of the replicated one over tp */
+    /* units: over dp, and the replicated unit over tp */
+    for (int i = from; i < end; i++) {
         const fsdp_op *op = &b->on.log.ops[i];
         if (op->kind < FSDP_OP_ALL_GATHER || op->kind > FSDP_OP_RECV || op->label == b->on.label ||
             op->label == FSDP_LABEL_WORLD) /* replicas are compared once */
@@ -422,7 +423,7 @@ static const tensor tensors[] = {
 };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
-/* Exact in every dtype, and so are sums of three; no two neighbours are equal. */
+/* Returns a value that is exact in every dtype, like sums of three; adjacent values differ. */
 static double value_of(int seed, int64_t i) { return (double)((i * 7 + seed * 13) % 61 + 1); }
 
 static void check_whole(const tensor *t, fsdp_dtype dtype, const void *full, int seed,
@@ -433,7 +434,7 @@ static void check_whole(const tensor *t, fsdp_dtype dtype, const void *full, int
                 value_of(seed, i));
 }
 
-/* Element k of this rank's part of what its unit gathers is this one of the whole. */
+/* Returns the index in the full tensor of element k in this rank's gathered part. */
 static int64_t part_index(const bed *b, const tensor *t, int64_t k, int64_t *numel) {
     fsdp_placement place = {FSDP_REPLICATE, 0, 0, 0};
     int32_t size = fsdp_mesh_size(b->mesh, 1), coord = fsdp_mesh_rank(b->mesh, 1);
@@ -456,7 +457,8 @@ static void fill_view(void *user, const fsdp_param_view *block) {
         lab_put(v.data, v.dtype, k, value_of(1, fsdp_view_index(&v, k)));
 }
 
-/* Gradients are the same on all ranks with data of their own: the mean is what was written. */
+/* Writes gradients, which are equal on all ranks with their own data: the mean is the value
+   written. */
 static void write_grad(const bed *b, fsdp_unit *unit, int index, const tensor *t) {
     int64_t numel, at;
     void *grad = fsdp_grad(unit, index);
@@ -468,7 +470,7 @@ static void write_grad(const bed *b, fsdp_unit *unit, int index, const tensor *t
     }
 }
 
-/* Only rank `keeper` keeps it; a negative one: all do. */
+/* Checks a full tensor. Only rank `keeper` keeps it; a negative one: all do. */
 static void whole_is(bed *b, fsdp_unit *unit, int index, const tensor *t, int seed, int grad,
                      int keeper) {
     int64_t numel = lab_numel(t->ndim, t->shape);
@@ -484,12 +486,12 @@ static void whole_is(bed *b, fsdp_unit *unit, int index, const tensor *t, int se
 typedef struct trip {
     const char *name;
     int sizes[2], lanes, processes;
-    fsdp_dtype grad; /* of shard gradients; KEEP: the parameter's own */
+    fsdp_dtype grad; /* dtype of shard gradients; KEEP: the parameter's */
 } trip;
 
 static void round_trips(lab_rank *r) {
     const trip *c = (const trip *)r->arg;
-    enum { SETS = 2 * FSDP_DTYPE_COUNT }; /* units: cut or not, by dtype */
+    enum { SETS = 2 * FSDP_DTYPE_COUNT }; /* units: sharded or not, by dtype */
     fsdp_param_desc params[SETS][TENSORS];
     fsdp_placement tp[SETS][TENSORS];
     fsdp_unit *unit[SETS];
@@ -512,7 +514,7 @@ static void round_trips(lab_rank *r) {
         const tensor *t = &tensors[i];
         int64_t numel = lab_numel(t->ndim, t->shape);
         snprintf(w_case, sizeof w_case, "tensor %d", i);
-        whole_is(&b, unit[of[i]], index[i], t, 1, 0, -1); /* of init */
+        whole_is(&b, unit[of[i]], index[i], t, 1, 0, -1); /* from init */
         void *full = lab_zeros((size_t)numel + 1, fsdp_dtype_size(t->dtype));
         for (int64_t k = 0; k < numel; k++) lab_put(full, t->dtype, k, value_of(2, k));
         CALL(r->w, fsdp_tp_param_load(b.dm, unit[of[i]], index[i], full));
@@ -534,7 +536,7 @@ static void round_trips(lab_rank *r) {
         snprintf(w_case, sizeof w_case, "gradient %d", i);
         whole_is(&b, unit[of[i]], index[i], &tensors[i], 3, 1, -1);
         whole_is(&b, unit[of[i]], index[i], &tensors[i], 3, 1, (i + 1) % r->size);
-        whole_is(&b, unit[of[i]], index[i], &tensors[i], 2, 0, -1); /* which stays */
+        whole_is(&b, unit[of[i]], index[i], &tensors[i], 2, 0, -1); /* unchanged */
     }
 }
 static const trip trips[] = {
@@ -548,10 +550,10 @@ TEST_P(dtensor_tp, whole_tensors, trips, row->processes ? NO(NCCL) : 0) {
     lab_run(row->sizes[0] * row->sizes[1], &how, round_trips, (void *)(uintptr_t)row);
 }
 
-/* ---- parts of other sizes ------------------------------------------------------------------- */
+/* ---- parts of different sizes --------------------------------------------------------------- */
 
-/* 65 rows are 33 and 32 on two tp ranks: shards and slots of other sizes, and of other numbers of
-   pages, on ranks that then sum norms and the gradients of replicas. */
+/* Two tp ranks have 33 and 32 of 65 rows: their shards and slots differ in size, and in their
+   number of pages; these ranks then sum norms and the gradients of replicas. */
 static void clip_rank(lab_rank *r) {
     const int64_t rows = 65, columns = 160, vector = 7;
     const int64_t shape[2] = {rows, columns};
@@ -572,7 +574,7 @@ static void clip_rank(lab_rank *r) {
         for (int u = 0; u < 2; u++) lab_forward(r->w, unit[u]);
         for (int u = 0; u < 2; u++) CALL(r->w, fsdp_pre_backward(unit[u]));
         write_grad(&b, unit[1], 0, &t);
-        float *g = (float *)fsdp_grad(unit[0], 0); /* addends: 1 and 2 times */
+        float *g = (float *)fsdp_grad(unit[0], 0); /* partial values: 1 and 2 times */
         for (int64_t i = 0; i < vector; i++)
             g[i] = (float)(value_of(5, i) * (1 + fsdp_mesh_rank(b.mesh, 1)));
         for (int u = 0; u < 2; u++) CALL(r->w, fsdp_post_backward(unit[u]));
@@ -610,7 +612,7 @@ TEST_P(dtensor_tp, clip_of_33_and_32_rows, clips, row->processes ? NO(NCCL) : 0)
     lab_run(2 * dp, &how, clip_rank, &dp);
 }
 
-/* ---- refusals ------------------------------------------------------------------------------- */
+/* ---- errors --------------------------------------------------------------------------------- */
 
 static fsdp_status create(fsdp_model *m, const fsdp_mesh *mesh, const char *tp, const char *shard,
                           const char *replicate) {
@@ -659,7 +661,7 @@ static void refused_meshes(lab_rank *r) {
     REFUSED(w, create(small, mesh, NULL, NULL, NULL),
             "[E005] dmesh_create: the model's mesh has 1 ranks and this one 2, so that norms would "
             "leave ranks out: give fsdp_model_desc.mesh_info on the whole mesh instead of a slice");
-    CALL(w, create(m, mesh, NULL, NULL, NULL)); /* nothing of all this has done harm */
+    CALL(w, create(m, mesh, NULL, NULL, NULL)); /* the refused calls did no harm */
     CALL(w, create(m, mesh, "tp", "dp", NULL));
     CHECK_OK(fsdp_shutdown(other));
 }
@@ -717,7 +719,7 @@ static void refused_units(lab_rank *r) {
     tp[0].kind = tp[1].kind = FSDP_REPLICATE, tp[2].kind = FSDP_SHARD;
     SHARD_REFUSED("parameter 0 ('a') is replicated and parameter 2 ('c') is cut: make two units");
     for (int i = 0; i < 3; i++) tp[i].kind = FSDP_SHARD;
-    p[1].shape[0] = -3; /* fsdp_fully_shard's own */
+    p[1].shape[0] = -3; /* an error of fsdp_fully_shard */
     SHARD_REFUSED("[E143] unit 'h.0', parameter 'b': size of dim 0 is -3");
     p[1].shape[0] = 3, d.size = 8;
     SHARD_REFUSED("fsdp_tp_unit_desc");
@@ -729,7 +731,7 @@ static void refused_units(lab_rank *r) {
     REFUSED(NULL, fsdp_tp_fully_shard(NULL, &d, &unit), all);
     REFUSED(w, fsdp_tp_fully_shard(b.dm, NULL, &unit), all);
     REFUSED(w, fsdp_tp_fully_shard(b.dm, &d, NULL), all);
-    CALL(w, fsdp_tp_fully_shard(b.dm, &d, &unit)); /* nothing of all this has done harm */
+    CALL(w, fsdp_tp_fully_shard(b.dm, &d, &unit)); /* the refused calls did no harm */
 }
 /* PyTorch: test_fully_shard_dtensor.py test_validation_spmd_mesh_non_dtensor_params. Done:
    parameters without placements are refused. */
@@ -739,19 +741,19 @@ TEST(dtensor_tp, refused_units) { lab_run(2, NULL, refused_units, NULL); }
 
 /* ---- dims of the mesh ------------------------------------------------------------------------ */
 
-/* Which dims shard and replicate says the model's mesh_info, whatever their names are. Where the
-   desc or the usual names say something else, a unit is refused. */
+/* The model's mesh_info decides which dims shard and replicate, whatever their names are. If the
+   desc or the usual names contradict it, a unit is refused. */
 typedef struct dims_row {
     const char *name, *names[3];
     int shape[3], first; /* first: the dmesh is the slice from this dim on */
     int info[2];         /* dims of the model's mesh_info; both -1: the default, all ranks shard */
     const char *desc[3]; /* names of tp_dim, shard_dim, replicate_dim */
-    int want[3];         /* of a unit that is cut: shards, replicas, parts; or it is refused */
+    int want[3];         /* sharded unit: shards, replicas, parts; or it is refused */
     const char *text;
     int merged; /* the model's mesh has the last two dims as one */
 } dims_row;
 
-/* A unit with one vector of 8 elements, and its mesh. */
+/* Makes a unit with one vector of 8 elements; returns its mesh. */
 static fsdp_status a_unit(fsdp_dmesh *dm, int kind, int partial, fsdp_unit **unit,
                           fsdp_mesh_info *info) {
     const fsdp_param_desc p = fsdp_vec("w", 8);
@@ -763,8 +765,8 @@ static fsdp_status a_unit(fsdp_dmesh *dm, int kind, int partial, fsdp_unit **uni
     return status ? status : fsdp_unit_mesh_info(*unit, info);
 }
 
-/* Ranks with other data have other gradients; those of one tp group have the same. The mean is that
-   over all data, on every rank. */
+/* Ranks with different data have different gradients; those of one tp group have equal ones. Every
+   rank gets the mean over all data. */
 static void step_of_dims(const lab_rank *r, fsdp_model *m, fsdp_unit *unit, int num, int data) {
     const int64_t count = lab_view(r->w, unit, 0).shape[0];
     lab_forward(r->w, unit);
@@ -804,7 +806,7 @@ static fsdp_dmesh *dmesh_of(lab_rank *r, const dims_row *row, fsdp_model **m, in
     *m = lab_model(r->w, &md);
     dd.mesh = mine;
     dd.tp_dim = row->desc[0], dd.shard_dim = row->desc[1], dd.replicate_dim = row->desc[2];
-    CALL(r->w, fsdp_dmesh_create(*m, &dd, &dm)); /* redistributions do not ask */
+    CALL(r->w, fsdp_dmesh_create(*m, &dd, &dm)); /* redistributions do not depend on it */
     return dm;
 }
 
@@ -917,13 +919,13 @@ static void refused_tensors(lab_rank *r) {
     CHECK_STATUS(fsdp_tp_param_load(b.dm, unit, 0, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_tp_param_load(b.dm, unit, 1, full), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_tp_param_full(b.dm, unit, -1, 0, full), FSDP_ERR_INVALID_ARG);
-    v.index = 1; /* none of the unit */
+    v.index = 1; /* not in the unit */
     CALL(w, fsdp_tp_view(b.dm, &v, &out));
     CHECK_EQ_MEM(&out, &v, sizeof v);
 }
 TEST(dtensor_tp, refused_tensors) { lab_run(2, NULL, refused_tensors, NULL); }
 
-/* A unit that fsdp_fully_shard made is taken as it is. */
+/* A unit made by fsdp_fully_shard is accepted as it is. */
 static void plain_unit(lab_rank *r) {
     const int64_t shape[2] = {5, 3};
     fsdp_param_desc p = lab_desc(2, shape, 0, FSDP_F32, 0);
@@ -942,7 +944,7 @@ static void plain_unit(lab_rank *r) {
 }
 TEST(dtensor_tp, plain_unit) { lab_run(2, NULL, plain_unit, NULL); }
 
-/* Replicas that drift apart are found, and named; parts of a cut parameter have no replicas here. */
+/* Replicas that diverge are found and named; parts of a sharded parameter have no replicas here. */
 static void drift(lab_rank *r) {
     const int64_t rows = 6;
     const int32_t sizes[2] = {1, 3};
@@ -955,7 +957,7 @@ static void drift(lab_rank *r) {
     fsdp_unit *unit[2] = {bed_unit(&b, &p, &whole, 1, 0), bed_unit(&b, &p, &cut, 1, 0)};
     for (int u = 0; u < 2; u++) {
         float *shard = (float *)lab_view(r->w, unit[u], 0).shard;
-        if (u) place[1] = cut, place[0].order = 1; /* tp cuts first */
+        if (u) place[1] = cut, place[0].order = 1; /* tp shards first */
         CHECK_OK(fsdp_spec_init(&spec, 2, sizes, place, FSDP_F32, 1, &rows));
         CALL(r->w, fsdp_dtensor_check(b.dm, &spec, shard, "norm"));
         if (r->rank == 2) shard[1] = 1;
@@ -969,7 +971,7 @@ static void drift(lab_rank *r) {
 }
 TEST(dtensor_tp, drift) { lab_run(3, NULL, drift, NULL); }
 
-/* ---- memory that is not there --------------------------------------------------------------- */
+/* ---- lack of memory ------------------------------------------------------------------------- */
 
 static fsdp_status all_calls(fsdp_world *w, const fsdp_mesh *mesh, fsdp_model **m) {
     fsdp_dmesh_desc dd = FSDP_ZERO;
@@ -994,7 +996,7 @@ static fsdp_status all_calls(fsdp_world *w, const fsdp_mesh *mesh, fsdp_model **
     return status;
 }
 
-/* Each allocation fails once; the world goes on, and nothing is left: lab_run looks. */
+/* Each allocation fails once; the world still works, and nothing leaks, which lab_run checks. */
 static void scarce(lab_rank *r) {
     static const char *const names[3] = {"dp_replicate", "dp_shard", "tp"};
     const int32_t sizes[3] = {1, 1, 1};

@@ -1,8 +1,9 @@
-/* test_golden_dtensor.c - what each rank of a mesh holds, against PyTorch: the local cases of
-   dtensor.txt, exactly. local_*: shapes, offsets and contents from the shard math alone, mesh dim
-   after mesh dim. fsdp*_tp*: the same, and a model over the dp dim of a (dp, tp) mesh whose
+/* test_golden_dtensor.c - the part of each rank of a mesh, compared with PyTorch exactly: the local
+   cases of dtensor.txt. local_*: shapes, offsets and contents by the shard math only, mesh dim
+   after mesh dim. fsdp*_tp*: in addition, a model over the dp dim of a (dp, tp) mesh whose
    parameter is the tp-local tensor. Cases that redistribute, and partial sums, need DTensor: they
-   are counted. What a case is, its records tell; its name only forbids to pass over it.
+   are only counted. The kind of a case follows from its records; its name only makes sure that it
+   is not skipped.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -10,7 +11,7 @@
 #include "sim.h"
 #include "golden.h"
 
-enum { THREADS_MAX = 12, DIMS = FSDP_MAX_DIMS }; /* larger worlds are only played */
+enum { THREADS_MAX = 12, DIMS = FSDP_MAX_DIMS }; /* larger worlds are only simulated */
 enum { REPLICATE, SHARD, STRIDED, PARTIAL };     /* first number of a placement */
 enum { IS_LOCAL, IS_FSDP_TP, IS_REDISTRIBUTE, IS_PARTIAL, IS_OTHER, KINDS };
 
@@ -18,10 +19,10 @@ typedef struct placement {
     int64_t kind, dim, factor;
 } placement;
 
-typedef struct part { /* what the file tells about one rank */
+typedef struct part { /* the file's data of one rank */
     int has_local, has_shape;
     int64_t local[DIMS], offset[DIMS], shape[DIMS];
-    int64_t numel, *content; /* numel -1: not told */
+    int64_t numel, *content; /* numel -1: not given */
 } part;
 
 typedef struct dcase {
@@ -52,7 +53,8 @@ static void read_placement(golden *g, const dcase *c, placement *p) {
                   "case %s: dim %d, factor %d", c->name, (int)p->dim, (int)p->factor);
 }
 
-/* `mesh ND shape[ND]`, `tensor N shape[N]`: the lengths of the other records. */
+/* Reads `mesh ND shape[ND]` and `tensor N shape[N]`, which give the lengths of the other records.
+   */
 static void read_sizes(golden *g, dcase *c) {
     c->world = c->mesh_ndim = 0;
     while (golden_line(g)) {
@@ -132,7 +134,7 @@ static void read_case(golden *g, dcase *c) {
     while (golden_line(g)) read_record(g, c);
     CHECK_MSG(!g->error[0], "%s", g->error);
     c->kind = kind_of(c);
-    for (int r = 0, told = 0; c->kind <= IS_FSDP_TP; r++) { /* a case without answers is none */
+    for (int r = 0, told = 0; c->kind <= IS_FSDP_TP; r++) { /* a case without results is invalid */
         CHECK_MSG(r < c->world, "case %s tells about no rank", c->name);
         told |= c->parts[r].has_local || c->parts[r].has_shape || c->parts[r].numel >= 0;
         if (told) break;
@@ -146,7 +148,7 @@ static void free_case(dcase *c) {
 
 /* ---- placements ------------------------------------------------------------------------------ */
 
-typedef struct held { /* the part of one rank: in each dim the global indices, ascending or not */
+typedef struct held { /* the part of one rank: its global indices in each dim, in any order */
     int ndim;
     int64_t size[DIMS], count[DIMS], *at[DIMS];
 } held;
@@ -171,7 +173,7 @@ static int64_t numel_of(const held *h) {
     return n;
 }
 
-/* Global index of the k-th element held. */
+/* Returns the global index of the k-th element of the part. */
 static int64_t index_of(const held *h, int64_t k) {
     int64_t index = 0, stride = 1;
     for (int d = h->ndim - 1; d >= 0; d--) {
@@ -181,8 +183,8 @@ static int64_t index_of(const held *h, int64_t k) {
     return index;
 }
 
-/* Keeps what coordinate `at` of a mesh dim of `size` holds: of each of `factor` chunks of the dim
-   its own part. A plain shard has one such chunk. */
+/* Keeps the part of coordinate `at` on a mesh dim of `size`: its piece of each of `factor` chunks
+   of the dim. A plain shard has one such chunk. */
 static void apply(held *h, const placement *p, int size, int at) {
     const int d = (int)p->dim, factor = (int)p->factor;
     int64_t kept = 0;
@@ -198,7 +200,7 @@ static void apply(held *h, const placement *p, int size, int at) {
     h->count[d] = kept;
 }
 
-/* The ranks lie row-major in the mesh; placements apply from left to right. */
+/* Ranks are row-major in the mesh; placements apply from left to right. */
 static void hold_part(const dcase *c, int rank, held *h) {
     int below = c->world;
     hold_all(c, h);
@@ -214,7 +216,7 @@ static void check_sizes(const int64_t *got, const int64_t *want, int ndim, const
                 (long long)want[d]);
 }
 
-/* Placements against the file, for all ranks that it tells about. */
+/* Compares placements with the file, for all ranks in it. */
 static void check_placements(dcase *c) {
     for (int r = 0; r < c->world; r++) {
         const part *p = &c->parts[r];
@@ -240,7 +242,8 @@ static void check_placements(dcase *c) {
 
 /* ---- a model on the dp dim ------------------------------------------------------------------- */
 
-/* `view` is of the tp-local tensor, of which rank holds `tp`; the file speaks of the global one. */
+/* `view` is of the tp-local tensor, of which the rank has part `tp`; the file refers to the global
+   one. */
 static void check_view(dcase *c, int rank, const held *tp, const fsdp_param_view *view) {
     const part *p = &c->parts[rank];
     const double *shard = (const double *)view->shard;
@@ -258,7 +261,7 @@ static void check_view(dcase *c, int rank, const held *tp, const fsdp_param_view
     for (int d = 0; d < c->ndim; d++)
         offset[d] = view->start[d] < tp->count[d] ? tp->at[d][view->start[d]] : c->shape[d];
     if (p->has_local) check_sizes(offset, p->offset, c->ndim, "start");
-    /* Without elements PyTorch's shard has 0 in its dim, whatever the placements say. */
+    /* Without elements PyTorch's shard has size 0 in its dim, whatever the placements are. */
     if (p->has_local && view->numel > 0)
         check_sizes(view->local_shape, p->local, c->ndim, "local_shape");
     if (p->has_shape) check_sizes(view->local_shape, p->shape, c->ndim, "local_shape");
@@ -272,7 +275,7 @@ static void check_view(dcase *c, int rank, const held *tp, const fsdp_param_view
     free_held(&h);
 }
 
-/* The dp ranks of one tp coordinate together have the tp-local tensor. */
+/* Checks that the dp ranks of one tp coordinate together have the tp-local tensor. */
 static void check_gathered(fsdp_world *w, fsdp_model *model, fsdp_unit *unit, const double *full,
                            int64_t numel) {
     const size_t nbytes = (size_t)numel * sizeof *full;
@@ -286,7 +289,7 @@ static void check_gathered(fsdp_world *w, fsdp_model *model, fsdp_unit *unit, co
     free(got);
 }
 
-/* All of a case on one rank. Elements hold their global index; f64 holds any of them. */
+/* Runs a case on one rank. Elements are their global indices, which f64 holds exactly. */
 static void shard_over_dp(fsdp_world *w, dcase *c, int talks) {
     fsdp_model_desc md = FSDP_ZERO;
     held tp;
@@ -312,7 +315,7 @@ static void shard_over_dp(fsdp_world *w, dcase *c, int talks) {
 
 static void shard_thread(lab_rank *r) { shard_over_dp(r->w, (dcase *)r->arg, 1); }
 
-/* One process as each rank in turn: nothing needs a peer before the first gather. */
+/* Simulates each rank in turn: no peer is needed before the first gather. */
 static void shard_played(dcase *c) {
     for (int r = 0; r < c->world; r++) {
         sim s;
@@ -336,7 +339,7 @@ static void check_case(dcase *c, int64_t *talked) {
     ++*talked;
 }
 
-/* Other data may lack cases of a kind; the project's own have all. */
+/* Other data may lack cases of a kind; the project's data has all. */
 static void check_file(int kind, const char *what) {
     int64_t cases[KINDS] = {0}, views = 0, elements = 0, talked = 0;
     golden g;

@@ -1,7 +1,7 @@
 /* test_golden_tp.c - PyTorch's tensor parallelism, recorded in tests/golden/train_tp.txt (trainings
-   with FSDP) and tp.txt (styles of single modules, losses), once more through fsdp_dtensor.h on
-   ranks: shapes, gradients, losses, norms, final parameters, and which collectives a step takes.
-   Every case is run.
+   with FSDP) and tp.txt (styles of single modules, losses), repeated with fsdp_dtensor.h on ranks:
+   shapes, gradients, losses, norms, final parameters, and the collectives of a step. Every case
+   runs.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | AT_NIGHT(ASAN | GLOO | NCCL)
@@ -42,7 +42,7 @@ static int read_role(golden *g, const char *name, int *block) {
     return TP_ROOT;
 }
 
-/* The cuts that the file names have to be those of the net. */
+/* Reads a parameter: the shardings in the file must be those of the net. */
 static void read_param(test_case *c, golden *g) {
     fsdp_placement tp;
     int block, unit;
@@ -100,7 +100,7 @@ static void read_result(test_case *c, golden *g) {
     }
 }
 
-/* The whole case; every record that has to be there is. */
+/* Reads a whole case, and checks that no record is missing. */
 static void read_case(test_case *c, golden *g) {
     tp_net *net = &c->net;
     memset(c, 0, sizeof *c);
@@ -160,9 +160,10 @@ static void check_shapes(tp_rank *t, const test_case *c) {
     }
 }
 
-/* As the scheme has it. With sequence parallel each linear that is cut along its outputs gathers in
-   forward and scatters in backward, each one that is cut along its inputs the other way round; else
-   one of both reduces. embedding and head together are as a block, the loss reduces twice. */
+/* Checks the collectives of the scheme. With sequence parallelism each linear that is sharded along
+   its outputs gathers in forward and scatters in backward, each one that is sharded along its
+   inputs does the reverse; otherwise one of the two reduces. embedding and head together count like
+   a block, the loss reduces twice. */
 static void check_records(const tp_rank *t) {
     const tp_net *net = t->net;
     int pairs = net->blocks + (net->vocab > 0), loss = net->vocab ? 2 : 0, units = net->blocks + 1;
@@ -180,7 +181,7 @@ static void check_records(const tp_rank *t) {
         if (strncmp(op->what, "loss", 4) != 0)
             CHECK_EQ_INT(op->count, whole ? net->tokens * net->d : piece);
     }
-    /* Units: the replicated one and that of the vocabulary stay open in between. */
+    /* Units: the replicated one and the vocabulary's stay open in between. */
     int gathers = 1 + (net->vocab > 0) + 2 * net->blocks;
     units += net->vocab > 0;
     CHECK_EQ_INT(
@@ -191,7 +192,7 @@ static void check_records(const tp_rank *t) {
         dp ? units : 0);
     CHECK_EQ_INT(
         lab_count_ops(&t->on.log, t->log_begin, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
-        is_cut); /* of the replicated one */
+        is_cut); /* the replicated unit's */
 }
 
 static void on_rank(lab_rank *r) {
@@ -277,7 +278,7 @@ typedef struct weight {
 typedef struct style {
     char name[64];
     int tp, kind, num_weights, num_fwd, num_bwd, num_ids, adds_dx;
-    fsdp_placement input, output; /* output: what the module gives */
+    fsdp_placement input, output; /* output: placement of the module's output */
     weight weights[STYLE_PARAMS];
     int64_t x[2], y[2], ids[STYLE_IDS];
     uint64_t x_seed, y_seed;
@@ -367,14 +368,14 @@ static void read_line_of_style(style *s, golden *g) {
     }
 }
 
-/* A module on one rank: x, brought from the declared placement to the one that it computes with; y
-   as it comes, brought to the output's. */
+/* A module on one rank: x is redistributed from the declared placement to the one of the
+   computation, y from the computed placement to the output's. */
 typedef struct module {
     const style *s;
     fsdp_world *w;
     fsdp_model *model;
     fsdp_dmesh *dm;
-    fsdp_unit *unit[2]; /* of replicated weights, of cut ones */
+    fsdp_unit *unit[2]; /* units of replicated weights and of sharded ones */
     int at[STYLE_PARAMS], rank;
     fsdp_redistribution *in, *in_back, *out, *out_back;
     fsdp_spec x, x_used, y_raw, y;
@@ -401,7 +402,7 @@ static fsdp_redistribution *way(module *m, const char *name, const fsdp_spec *fr
     CALL(m->w, fsdp_redistribution_create(m->dm, &d, &r));
     return r;
 }
-/* Memory for a part at both ends of what redistributes. */
+/* Returns memory that is large enough for a part in either placement. */
 static float *part_memory(module *m, const fsdp_spec *s) {
     int64_t rows = tp_padded(s->shape[0], m->s->tp), columns = tp_padded(s->shape[1], m->s->tp);
     void *ptr;
@@ -418,8 +419,8 @@ static void fill_weights(void *user, const fsdp_param_view *block) {
                                                    w->scale);
 }
 
-/* The units. A bias of a row-parallel linear is added where the output is: if that is cut by rows,
-   its gradient comes as addends, as that of a norm does. */
+/* Makes the units. A bias of a row-parallel linear is added to the output: if that is sharded by
+   rows, the bias has partial gradients, like a norm. */
 static void make_units(module *m) {
     const style *s = m->s;
     for (int cut = 0; cut < 2; cut++) {
@@ -477,7 +478,7 @@ static int weight_of(const module *m, const char *name) {
         if (!strcmp(m->s->weights[i].name, name)) return i;
     return -1;
 }
-/* This rank's part, in f64. */
+/* Returns this rank's part, in f64. */
 static double *weight_part(const module *m, const char *name, int64_t *numel) {
     int i = weight_of(m, name);
     CHECK(i >= 0);
@@ -502,8 +503,8 @@ static void redistribute(const module *m, fsdp_redistribution *r, float *dst, co
     lab_settle(m->w, m->model);
 }
 
-/* LayerNorm over the last dim: y = (x - mean) / root * w + b, with root = sqrt(variance + eps).
-   back NULL: forward. */
+/* LayerNorm over the last dim: y = (x - mean) / root * w + b, with root = sqrt(variance + eps). dy
+   NULL: forward. */
 static void layer_norm(const module *m, float *y, const float *x, int64_t rows, const float *dy,
                        float *dx) {
     int64_t d = m->s->x[1], n;
@@ -531,7 +532,7 @@ static void layer_norm(const module *m, float *y, const float *x, int64_t rows, 
     free(w), free(b), free(dw), free(db), free(u), free(g);
 }
 
-/* Rows of a table; whose row this rank does not have gives zeros. */
+/* Looks up rows of a table; rows that this rank lacks give zeros. */
 static void embed(const module *m, float *y) {
     int64_t n, d, first = 0, rows = m->s->weights[0].shape[0];
     double *w = weight_part(m, "weight", &n);
@@ -563,7 +564,7 @@ static void embed_back(const module *m, const float *dy) {
     free(g);
 }
 
-/* A linear's two sides on this rank: x of `in` columns, y of `out` columns. */
+/* Returns the sides of a linear on this rank: x has `in` columns, y `out` columns. */
 static void linear_sides(const module *m, const char *name, int64_t *out, int64_t *in) {
     const weight *w = &m->s->weights[weight_of(m, name)];
     fsdp_range r;
@@ -633,7 +634,7 @@ static void run_forward(module *m) {
     free(b);
 }
 
-/* py holds the gradient of the output. */
+/* py contains the gradient of the output. */
 static void run_backward(module *m) {
     const style *s = m->s;
     fsdp_local l;
@@ -671,7 +672,7 @@ static void fill_part_of(module *m, const fsdp_spec *spec, float *part, uint64_t
         part[i] = (float)golden_value(seed, (uint64_t)whole_index(spec, &l, i), scale);
 }
 
-/* The collectives since record `from` are these, in this order. */
+/* Checks that the collectives since op `from` are these, in order. */
 static void check_comms(const module *m, int from, const comm_line *lines, int count,
                         const char *what) {
     int label = fsdp_label_register(m->model, "activation"), seen = 0;
@@ -705,8 +706,8 @@ static void check_weights(module *m) {
     }
 }
 
-/* PyTorch cuts no dim that is shorter than the group, so that such a linear gathers there. That
-   choice of its is not asked for: an empty part is a part here. */
+/* PyTorch does not shard a dim that is shorter than the group, so such a linear gathers there. That
+   is not compared: here a part may be empty. */
 static int is_odd(const style *s) { return s->kind == COLWISE && s->y[1] < s->tp; }
 
 static void hook_units(module *m, fsdp_status (*hook)(fsdp_unit *)) {
@@ -736,7 +737,7 @@ static void style_rank(lab_rank *r) {
     run_backward(&m);
     memcpy(bwd, s->bwd, sizeof bwd);
     if (s->adds_dx ||
-        is_odd(s)) { /* PyTorch leaves the addends; here the input gets what it was declared as */
+        is_odd(s)) { /* PyTorch leaves it partial; here the input gets its declared placement */
         comm_line sum = {FSDP_OP_ALL_REDUCE, s->x[0] * s->x[1], s->x[0] * s->x[1]};
         bwd[num_bwd++] = sum;
     }

@@ -1,5 +1,5 @@
-/* test_loss.c - the loops of fsdp_loss_parallel: cross-entropy of logits whose classes are cut over
-   ranks that the test plays, against PyTorch's results and against one process in f64.
+/* test_loss.c - the loops of fsdp_loss_parallel: cross-entropy of logits with classes sharded over
+   ranks that the test simulates, compared with PyTorch's results and with one process in f64.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -9,12 +9,12 @@
 
 enum { ROWS = 64, CLASSES = 700, MEMBERS = 8 };
 
-/* A loss over `ranks` members; what they would all-reduce is reduced here. */
+/* A loss over `ranks` members. The test itself performs their all-reduces. */
 typedef struct played {
     int64_t rows, classes;
     int ranks;
     fsdp_dtype dtype;
-    double logits[ROWS * CLASSES]; /* as the dtype has them */
+    double logits[ROWS * CLASSES]; /* rounded to the dtype */
     int64_t targets[ROWS];
     float dout[ROWS];
     float max[ROWS], sums[2 * ROWS];
@@ -27,7 +27,8 @@ static fsdp_range classes_of(const played *p, int rank) {
     return r;
 }
 
-/* This rank's columns; memory of exactly that size, so that a sanitizer sees what is read behind. */
+/* Returns this rank's columns in memory of exactly that size, so that a sanitizer detects reads
+   after it. */
 static void *columns(const played *p, int rank) {
     fsdp_range r = classes_of(p, rank);
     void *x = r.count ? lab_zeros((size_t)(p->rows * r.count), fsdp_dtype_size(p->dtype)) : NULL;
@@ -81,7 +82,7 @@ TEST(loss, worked_example) {
     one.rows = 2, one.classes = 4, one.ranks = 2, one.dtype = FSDP_F32;
     memcpy(one.logits, logits, sizeof logits);
     one.targets[0] = 3, one.targets[1] = 0;
-    one.dout[0] = one.dout[1] = 0.5f; /* the mean */
+    one.dout[0] = one.dout[1] = 0.5f; /* the loss is a mean */
     play_loss(&one);
     CHECK(one.max[0] == 4 && one.max[1] == 0);
     for (int r = 0; r < 2; r++) {
@@ -97,12 +98,12 @@ TEST(loss, worked_example) {
     for (int i = 0; i < 8; i++) CHECK_NEAR(one.grad[i], grad[i], 1e-6);
 }
 
-/* ---- against one process --------------------------------------------------------------------- */
+/* ---- compared with one process --------------------------------------------------------------- */
 
 static const struct {
     const char *name;
     fsdp_dtype dtype;
-    double tolerance; /* of a gradient of 1 */
+    double tolerance; /* for a gradient of 1 */
 } dtypes[] = {{"f32", FSDP_F32, 1e-6},
               {"f64", FSDP_F64, 3e-7},
               {"f16", FSDP_F16, 5e-4},
@@ -145,7 +146,7 @@ TEST_P(loss, equals_one_process, dtypes) {
         for (int64_t i = 0; i < one.rows; i++) {
             one.targets[i] = i % 3 == 2 ? -100 : (int64_t)(h_rand64(&rng) % (uint64_t)one.classes);
             one.dout[i] = one.targets[i] < 0 ? 0 : (float)(0.5 + 0.25 * (double)(i % 3));
-            if (i == 4) one.dout[i] = 0; /* an ignored target that is a class */
+            if (i == 4) one.dout[i] = 0; /* an ignored target that is a valid class */
         }
         play_loss(&one);
         for (int64_t i = 0; i < one.rows; i++) check_row(&one, i, row->tolerance, &worst);
@@ -156,8 +157,8 @@ TEST_P(loss, equals_one_process, dtypes) {
     CHECK(empty > 5 && worst < 2e-6);
 }
 
-/* More classes on a rank than are converted at a time, 256: a target on each side of the edges, and
-   the largest logit of a row somewhere else. */
+/* More classes on a rank than are converted at a time, 256: targets on both sides of the block
+   edges, and the largest logit of a row somewhere else. */
 TEST_P(loss, many_classes, dtypes) {
     static const int64_t targets[] = {0, 1, 255, 256, 257, 349, 350, 511, 512, 513, 605, 606, 699};
     double worst = 0;
@@ -200,7 +201,7 @@ static void read_logits(golden *g, loss_case *c) {
     golden_fill_f64(one.logits, c->seed, one.rows * one.classes, 4);
 }
 
-/* What a trainer does: weights, ignored rows, the mean. */
+/* Sets the gradients of a trainer's loss: weights, ignored rows, the mean. */
 static void set_dout(const loss_case *c, double *weight) {
     double total = 0;
     for (int64_t i = 0; i < one.rows; i++) {
@@ -270,7 +271,7 @@ TEST(loss, infinities_and_nan) {
     float max[3], sums[6], grad[6];
     CHECK_OK(fsdp_loss_parallel_max(x, FSDP_F32, 3, 2, max));
     CHECK(max[0] == -INFINITY && isnan(max[1]) && max[2] == INFINITY);
-    max[0] = 3; /* another rank's */
+    max[0] = 3; /* from another rank */
     CHECK_OK(fsdp_loss_parallel_sums(x, FSDP_F32, 3, 2, 4, targets, max, sums));
     CHECK(sums[0] == 0 && sums[3] == 0 && isnan(sums[1]));
     sums[0] = 2;

@@ -1,5 +1,6 @@
-/* test_propagate.c - fsdp_propagate: the placements that operations need and give, against PyTorch's
-   and against values: each rank computes with its parts, and the parts of all ranks are the result.
+/* test_propagate.c - fsdp_propagate: the placements of operations' inputs and outputs, compared
+   with PyTorch's and checked with values: each rank computes with its parts, which together are the
+   result.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -60,7 +61,7 @@ static void args_of(const char *name, op_case *c) {
     if (!strcmp(name, "split1")) c->args.num_dims = 1, c->args.dim = 1, s[0] = 5;
 }
 
-/* Elements of the larger side of each collective of a route. */
+/* Returns the number of elements on the larger side of each collective of a route. */
 static int64_t moved(const fsdp_spec *from, const fsdp_spec *to) {
     fsdp_route r;
     int64_t sum = 0;
@@ -168,8 +169,8 @@ static void dense_shape(dense *d, int ndim, const int64_t *shape) {
     CHECK(d->numel <= MOST);
 }
 
-/* Where element `at` of a tensor is in another one: its dim k there is dim to[k], from `start`;
-   -1: it is a dim that the other one lacks. */
+/* Returns the index in `other` of element `at`: dim k becomes dim to[k], from `start` on; -1:
+   `other` lacks the dim. */
 static int64_t index_in(const dense *d, int64_t at, const dense *other, const int *to,
                         const int64_t *start) {
     int64_t place[DIMS] = {0}, index = 0;
@@ -207,7 +208,8 @@ static void rows_of(int op, dense *out, int64_t cols) {
     }
 }
 
-/* One process: out, whose shape is known, from the inputs. first: of a cut table, its first row. */
+/* Computes out, whose shape is set, from the inputs, in one process. first: first row of a sharded
+   table. */
 static void apply(int op, const fsdp_tensor_op_args *args, dense *const *in, int num_in, dense *out,
                   int64_t first) {
     int to[DIMS], lacks = num_in > 1 ? in[0]->ndim - in[1]->ndim : 0, kept = 0;
@@ -269,7 +271,7 @@ static void apply(int op, const fsdp_tensor_op_args *args, dense *const *in, int
         return;
     default:
         memcpy(out->x, in[0]->x, (size_t)in[0]->numel * sizeof(double));
-        break; /* RESHAPE, too */
+        break; /* also RESHAPE */
     }
     for (int64_t i = 0; i < out->numel; i++) {
         if (op == FSDP_TENSOR_OP_SCALE) out->x[i] *= 3;
@@ -279,8 +281,8 @@ static void apply(int op, const fsdp_tensor_op_args *args, dense *const *in, int
         rows_of(op, out, last ? last : 1);
 }
 
-/* The part of a coordinate; where addends are held, with its own. Which rank has which addend, the
-   largest for example, depends on the input. */
+/* Takes the part of a coordinate; with a partial placement, the coordinate's partial value. The
+   input determines which rank has which partial value, for example the largest. */
 static void take(const dense *whole, const fsdp_spec *s, const int32_t *coord, int input,
                  dense *part, fsdp_local *l) {
     int to[DIMS];
@@ -296,14 +298,15 @@ static void take(const dense *whole, const fsdp_spec *s, const int32_t *coord, i
     }
 }
 
-/* How the addends of a spec are joined: FSDP_SUM (and means), FSDP_MAX or FSDP_MIN. */
+/* Returns the op that reduces the partial values of a spec: FSDP_SUM (also for means), FSDP_MAX or
+   FSDP_MIN. */
 static int op_of(const fsdp_spec *s) {
     for (int m = 0; m < s->mesh_ndim; m++)
         if (s->place[m].kind == FSDP_PARTIAL && s->place[m].op != FSDP_AVG) return s->place[m].op;
     return FSDP_SUM;
 }
 
-/* Joins a part with the whole: copies count once, addends all, means by their share. */
+/* Adds a part to the full tensor: copies count once, partial values all, means by their share. */
 static void give(const dense *part, const fsdp_spec *s, const int32_t *coord, dense *whole) {
     double share = 1;
     int to[DIMS];
@@ -391,8 +394,8 @@ static void keep_spec(const fsdp_spec *s, void *arg) {
     specs[num_specs++] = *s;
 }
 
-/* Addends of one spec are sums, means, sums and means, the largest or the smallest; of the inputs
-   either alike or each as it is drawn. */
+/* Draws the ops of a spec's partial values: sums, means, sums and means, maximum or minimum; equal
+   for all inputs, or independent. */
 static void draw_ops(fsdp_spec *s, uint64_t *rng, int all) {
     static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_SUM, FSDP_MAX, FSDP_MIN};
     const int kind = all >= 0 ? all : (int)(h_rand64(rng) % 5);
@@ -401,7 +404,7 @@ static void draw_ops(fsdp_spec *s, uint64_t *rng, int all) {
             s->place[m].op = kind == 2 ? ops[h_rand64(rng) % 2] : ops[kind];
 }
 
-/* All placements and orders of the inputs on (2, 2) and (3), some of (2, 3) and (2, 2, 2). */
+/* All placements and orders of the inputs on (2, 2) and (3), some on (2, 3) and (2, 2, 2). */
 TEST_P(propagate, values, valued, SECONDS(120)) {
     static const struct {
         int ndim;
@@ -436,7 +439,7 @@ TEST_P(propagate, values, valued, SECONDS(120)) {
             for (int i = 0; i < c.num_in; i++) do
                     in[i] = &specs[begin[i] +
                                    (int)(h_rand64(&rng) % (uint64_t)(begin[i + 1] - begin[i]))];
-                while (c.op == FSDP_TENSOR_OP_EMBEDDING && i && /* ids are no addends */
+                while (c.op == FSDP_TENSOR_OP_EMBEDDING && i && /* ids are not partial */
                        (in[i]->place[0].kind == FSDP_PARTIAL ||
                         in[i]->place[1].kind == FSDP_PARTIAL ||
                         in[i]->place[2].kind == FSDP_PARTIAL));
@@ -446,7 +449,7 @@ TEST_P(propagate, values, valued, SECONDS(120)) {
             }
             CHECK_OK(fsdp_propagate(c.op, in, c.num_in, &c.args, NULL, &p));
             CHECK_EQ_INT(p.num_in, c.num_in);
-            for (int i = 0; i < c.num_in; i++) (void)moved(in[i], &p.in[i]); /* there is a way */
+            for (int i = 0; i < c.num_in; i++) (void)moved(in[i], &p.in[i]); /* there is a route */
             check_values(&c, &p);
             count++;
         }
@@ -454,7 +457,7 @@ TEST_P(propagate, values, valued, SECONDS(120)) {
     h_message("%lld cases", (long long)count);
 }
 
-/* ---- gradients, orders, what is refused ------------------------------------------------------- */
+/* ---- gradients, orders, errors --------------------------------------------------------------- */
 
 static const struct {
     const char *name;
@@ -526,7 +529,7 @@ TEST_P(propagate, gradients, graded) {
                  embedding && spec[0].place[0].kind == FSDP_SHARD && spec[0].place[0].dim == 0);
 }
 
-/* A weight that tensor parallelism has cut before FSDP keeps this order on its way through. */
+/* A weight that tensor parallelism has sharded before FSDP keeps this order in an operation. */
 TEST(propagate, keeps_orders) {
     const int32_t mesh[2] = {2, 2};
     const int64_t shape[2] = {7, 5};

@@ -1,6 +1,6 @@
-/* test_redistribute.c - routes of fsdp_dtensor.h: as cheap as PyTorch's graph planner, as an exhaustive
-   search, and never dearer than greedy steps, which are PyTorch's; and that each route, carried out
-   by ranks that a test plays, leads to the parts of the target.
+/* test_redistribute.c - routes of fsdp_dtensor.h: as cheap as those of PyTorch's graph planner and
+   of an exhaustive search, and never more expensive than greedy steps, which are PyTorch's; and
+   that each route, on ranks that the test simulates, ends with the parts of the target.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -17,18 +17,19 @@ static fsdp_route route_of(const fsdp_spec *from, const fsdp_spec *to, const fsd
     return r;
 }
 
-/* ---- ranks that are played ------------------------------------------------------------------- */
+/* ---- simulated ranks ------------------------------------------------------------------------- */
 
 enum { RANKS_MAX = 16, ELEMENTS_MAX = 4096 };
 typedef struct play {
-    fsdp_spec spec; /* now; without mesh dims of one rank */
+    fsdp_spec spec; /* current; without mesh dims of one rank */
     int ranks;
     int32_t coord[RANKS_MAX][DIMS];
     fsdp_local part[RANKS_MAX];
     double *data[RANKS_MAX];
 } play;
 
-/* The same tensor on a mesh without dims of one rank; dim[m]: where mesh dim m is now, or -1. */
+/* Returns the spec on a mesh without dims of one rank; dim[m]: the new index of mesh dim m, or -1.
+   */
 static fsdp_spec without_ones(const fsdp_spec *s, int *dim) {
     fsdp_spec out;
     int32_t mesh[DIMS] = {1};
@@ -83,7 +84,7 @@ static void play_end(play *p) {
     for (int r = 0; r < p->ranks; r++) free(p->data[r]);
 }
 
-/* The rank that differs from r in mesh dim m alone. */
+/* Returns the rank with coordinate c in mesh dim m, and r's coordinates in all others. */
 static int member(const play *p, int r, int m, int c) {
     int32_t want[DIMS];
     int found = 0;
@@ -93,7 +94,7 @@ static int member(const play *p, int r, int m, int c) {
     return found;
 }
 
-typedef struct block { /* data with its shape, while a step goes on */
+typedef struct block { /* data with its shape, during a step */
     int64_t shape[DIMS], numel;
     double *x;
 } block;
@@ -107,7 +108,7 @@ static block block_new(int ndim, const int64_t *shape) {
     return b;
 }
 
-/* Copies rows of dim between a block and one that has more of them, from `first` on. */
+/* Copies rows of dim between a block and a larger one, from `first` on. */
 static void rows(block *few, block *many, int ndim, int dim, int64_t first, int out) {
     int64_t inner = 1, outer = 1, count = few->shape[dim];
     for (int d = dim + 1; d < ndim; d++) inner *= few->shape[d];
@@ -126,7 +127,7 @@ static block part_block(const play *p, int r) {
     return b;
 }
 
-/* All members' parts, one behind the other along dim. */
+/* Returns all members' parts, concatenated along dim. */
 static block gathered(const play *p, int r, int m, int dim) {
     int64_t shape[DIMS], first = 0;
     memcpy(shape, p->part[r].shape, sizeof shape);
@@ -154,7 +155,7 @@ static block reduced(const play *p, int r, int m, int op) {
     return sum;
 }
 
-/* My rows of a block, as every chunk is cut. */
+/* Returns this rank's rows of a block, sharded into chunks. */
 static block sliced(const play *p, block whole, int dim, int n, int c) {
     fsdp_range range;
     int64_t shape[DIMS];
@@ -186,7 +187,7 @@ static block step_of_rank(const play *p, int r, int m, const fsdp_step *s) {
     default: break;
     }
     CHECK(s->kind == FSDP_STEP_PAD && s->to.op == FSDP_SUM);
-    b = gathered(p, r, m, dim); /* only its shape counts */
+    b = gathered(p, r, m, dim); /* only its shape matters */
     for (int64_t i = 0; i < b.numel; i++) b.x[i] = 0;
     block mine = part_block(p, r);
     fsdp_range range;
@@ -224,8 +225,8 @@ static void play_step(play *p, int m, const fsdp_step *s) {
     }
 }
 
-/* Carries a route out for a tensor of any shape; at the end addends are joined, and each rank has
-   the elements that its part consists of. */
+/* Carries out a route on tensors of different shapes; at the end partial values are reduced, and
+   each rank must have the elements of its part. */
 static void play_route(const fsdp_spec *from, const fsdp_spec *to, const fsdp_route *route) {
     play p;
     int dim[DIMS];
@@ -236,7 +237,7 @@ static void play_route(const fsdp_spec *from, const fsdp_spec *to, const fsdp_ro
         CHECK(dim[route->steps[k].mesh_dim] >= 0);
         play_step(&p, dim[route->steps[k].mesh_dim], &route->steps[k]);
     }
-    for (int m = 0; m < goal.mesh_ndim; m++) /* on a mesh of one rank placements are all the same */
+    for (int m = 0; m < goal.mesh_ndim; m++) /* on a mesh of one rank all placements are equal */
         if (goal.mesh_shape[m] == 1) same.place[m] = p.spec.place[m];
     CHECK_MSG(!memcmp(&p.spec, &same, sizeof same), "the route ends elsewhere");
     for (int m = 0; m < goal.mesh_ndim; m++) {
@@ -252,7 +253,7 @@ static void play_route(const fsdp_spec *from, const fsdp_spec *to, const fsdp_ro
     play_end(&p);
 }
 
-/* The same specs, of another shape. */
+/* Returns a spec with equal placements and another shape. */
 static fsdp_spec reshaped(const fsdp_spec *s, int64_t a, int64_t b, int64_t c) {
     fsdp_spec out;
     int64_t shape[DIMS] = {a, b, c};
@@ -262,7 +263,8 @@ static fsdp_spec reshaped(const fsdp_spec *s, int64_t a, int64_t b, int64_t c) {
 
 /* ---- PyTorch's planners ---------------------------------------------------------------------- */
 
-/* `COST n (mesh_dim from[3] to[3])*n`: the cost; with `route` the steps have to be these. */
+/* Reads `COST n (mesh_dim from[3] to[3])*n`. Returns the cost; with `route` its steps must be
+   these. */
 static double read_plan(golden *g, const fsdp_route *route) {
     double cost = golden_num(g);
     int64_t num = golden_int(g);
@@ -280,7 +282,7 @@ static double read_plan(golden *g, const fsdp_route *route) {
     return cost;
 }
 
-/* Has a cut that is made after one to its right? Such specs have no greedy steps. */
+/* Returns 1 if a mesh dim is sharded after one to its right. Such specs have no greedy steps. */
 static int is_strided(const fsdp_spec *s) {
     int64_t factor[DIMS];
     int found = 0;
@@ -344,7 +346,7 @@ TEST(redistribute, golden_plans) {
 enum { STATES_MAX = 512 };
 typedef struct known {
     fsdp_spec spec;
-    double cost; /* less than 0: nobody has come here */
+    double cost; /* less than 0: not reached */
     int collectives, steps;
 } known;
 static known states[STATES_MAX];
@@ -364,7 +366,7 @@ static int last_cut(const fsdp_spec *s, int m) {
     return 1;
 }
 
-/* The mesh dim in which two specs differ, if it is one move; -1: it is not. */
+/* Returns the only mesh dim in which two specs differ, if one move changes it; otherwise -1. */
 static int one_move(const fsdp_spec *a, const fsdp_spec *b, const fsdp_spec *goal) {
     int found = -1;
     for (int m = 0; m < a->mesh_ndim; m++)
@@ -381,7 +383,7 @@ static int one_move(const fsdp_spec *a, const fsdp_spec *b, const fsdp_spec *goa
     return found;
 }
 
-/* What a move costs, from the parts of coordinate 0, which are the largest ones. */
+/* Returns the cost of a move, by the parts of coordinate 0, which are the largest. */
 static double model_cost(const fsdp_spec *a, const fsdp_spec *b, int m, const fsdp_links *l,
                          int *collective) {
     const fsdp_placement *p = &a->place[m], *q = &b->place[m];
@@ -410,7 +412,7 @@ static int improves(const known *k, double cost, int collectives, int steps) {
     return steps < k->steps;
 }
 
-/* Bellman and Ford: every move of every state, until nothing improves. */
+/* Bellman-Ford: relaxes every move of every state until nothing improves. */
 static const known *search(const fsdp_spec *from, const fsdp_spec *to, const fsdp_links *links) {
     int goal = -1, changed = 1;
     for (int i = 0; i < num_states; i++) {
@@ -441,7 +443,7 @@ static const struct {
     const char *name;
     int mesh_ndim;
     int32_t mesh[3];
-    int ndim, every; /* every so many pairs */
+    int ndim, every; /* every: tests one in `every` pairs */
     int64_t shape[2];
     double hop, gbytes;
 } searched[] = {
@@ -463,7 +465,7 @@ TEST_P(redistribute, exhaustive, searched, SECONDS(120)) {
     memset(&links, 0, sizeof links);
     links.base_us = 6.6;
     for (int m = 0; m < DIMS; m++) links.hop_us[m] = row->hop, links.gbytes_per_s[m] = row->gbytes;
-    links.hop_us[0] *= 2; /* mesh dims that are not alike */
+    links.hop_us[0] *= 2; /* mesh dims that differ */
     greedy = links, greedy.greedy = 1;
     num_states = 0;
     all_specs(row->mesh_ndim, row->mesh, row->ndim, row->shape, add_state, NULL);
@@ -490,7 +492,7 @@ TEST_P(redistribute, exhaustive, searched, SECONDS(120)) {
 
 static int random_below(uint64_t *rng, int n) { return (int)(h_rand64(rng) % (uint64_t)n); }
 
-/* Placements at random; op: of all addends. */
+/* Returns random placements; op: of all partial values. */
 static fsdp_spec random_spec(uint64_t *rng, int mesh_ndim, const int32_t *mesh, int ndim,
                              const int64_t *shape, int op) {
     fsdp_placement place[DIMS];
@@ -499,7 +501,7 @@ static fsdp_spec random_spec(uint64_t *rng, int mesh_ndim, const int32_t *mesh, 
     memset(place, 0, sizeof place);
     int mesh_dims[DIMS];
     for (int m = 0; m < mesh_ndim; m++) mesh_dims[m] = m;
-    for (int m = mesh_ndim - 1; m > 0; m--) { /* in which order the cuts are made */
+    for (int m = mesh_ndim - 1; m > 0; m--) { /* order of the shardings */
         int k = random_below(rng, m + 1), other = mesh_dims[m];
         mesh_dims[m] = mesh_dims[k], mesh_dims[k] = other;
     }
@@ -532,7 +534,7 @@ TEST(redistribute, random_pairs, SECONDS(120)) {
         fsdp_route r, again, plain;
         memset(&links, 0, sizeof links);
         links.base_us = 0.01 + random_below(&rng, 3), links.no_all_to_all = random_below(&rng, 2);
-        for (int m = 0; m < mesh_ndim; m++) /* bytes count, or calls do */
+        for (int m = 0; m < mesh_ndim; m++) /* either bytes dominate, or calls */
             links.gbytes_per_s[m] = random_below(&rng, 2) ? 1e-3 : 100;
         int refused = 0;
         for (int m = 0; m < mesh_ndim; m++)
@@ -541,7 +543,7 @@ TEST(redistribute, random_pairs, SECONDS(120)) {
         fsdp_status status = fsdp_route_find(&from, &to, &links, scratch, sizeof scratch, &r);
         CHECK_STATUS(status, refused ? FSDP_ERR_INVALID_ARG : FSDP_OK);
         if (refused) continue;
-        memset(scratch, 0xa5, sizeof scratch / 64); /* what is left there does not matter */
+        memset(scratch, 0xa5, sizeof scratch / 64); /* its contents must not matter */
         again = route_of(&from, &to, &links);
         CHECK_EQ_MEM(&again, &r, sizeof r);
         links.greedy = 1;
@@ -573,13 +575,13 @@ static const char *route_text(const fsdp_route *r) {
     return text;
 }
 
-/* Of equal costs the smallest sequence of mesh dims and kinds. */
+/* Among equal costs, the smallest sequence of mesh dims and kinds. */
 static const struct {
     const char *name;
     int32_t mesh[2];
     const char *from, *to;
     int from_order[2], to_order[2];
-    const char *small, *large; /* 64 x 64, 8192 x 8192 */
+    const char *small, *large; /* for 64 x 64, for 8192 x 8192 */
 } planned[] = {
     {"S0S0_RS0",
      {2, 2},
@@ -628,7 +630,8 @@ TEST_P(redistribute, planned, planned) {
     }
 }
 
-/* Bytes of uneven cuts: rank 3 of 10 x 257 x 160 gets 128 of 129 columns, and everybody pads. */
+/* Bytes of uneven shardings: rank 3 of 10 x 257 x 160 gets 128 of 129 columns, and all ranks pad.
+   */
 TEST(redistribute, bytes_of_uneven_cuts) {
     const int32_t mesh[2] = {1, 3}, two[1] = {2};
     int64_t shape[3] = {10, 257, 160}, vector[1] = {3};
@@ -651,9 +654,9 @@ TEST(redistribute, bytes_of_uneven_cuts) {
     CHECK(r.wire_bytes == 6 && r.most_bytes == 6 && r.num_collectives == 1);
 }
 
-/* ---- limits, and what is refused ------------------------------------------------------------- */
+/* ---- limits and errors ----------------------------------------------------------------------- */
 
-/* The largest search that the usual scratch is for, and one that it is not. */
+/* The largest search for which the usual scratch suffices, and one for which it does not. */
 TEST(redistribute, scratch) {
     const int32_t mesh[5] = {2, 3, 2, 2, 2};
     int64_t shape[8] = {16, 16, 16, 16, 16, 16, 16, 16};
@@ -719,7 +722,7 @@ TEST(redistribute, refuses) {
 #undef FIND
 }
 
-/* How long a route takes, as a message; nothing is asked of it. */
+/* Reports the time of a search as a message; there is no limit. */
 TEST(redistribute, times) {
     for (int mesh_ndim = 2; mesh_ndim <= 3; mesh_ndim++) {
         const int32_t mesh[3] = {2, 4, 2};

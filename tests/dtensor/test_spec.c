@@ -1,6 +1,5 @@
-/* test_spec.c - specs of fsdp_dtensor.h: which part of a tensor each rank has, against PyTorch's own
-   examples and against lists of indices that are cut one after the other; strided placements; what
-   is refused.
+/* test_spec.c - specs of fsdp_dtensor.h: each rank's part of a tensor, compared with PyTorch's own
+   examples and with lists of indices that are sharded step by step; strided placements; errors.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
@@ -17,7 +16,7 @@ typedef struct list {
     int64_t size;
 } list;
 
-/* torch.chunk: pieces of the smallest size with which n of them hold everything. */
+/* torch.chunk: pieces of the smallest size for which n pieces contain everything. */
 static void model_chunk(list *l, int64_t n, int64_t k) {
     list whole = *l;
     int64_t chunk = 0;
@@ -27,7 +26,7 @@ static void model_chunk(list *l, int64_t n, int64_t k) {
         l->at[l->size++] = whole.at[i];
 }
 
-/* _StridedShard: f pieces, of each one the k-th of n. */
+/* _StridedShard: f pieces, and of each the k-th of n. */
 static void model_strided(list *l, int64_t n, int64_t f, int64_t k) {
     static list piece, mine;
     mine.size = 0;
@@ -45,7 +44,7 @@ static void model_whole(list *l, int64_t size) {
     for (l->size = 0; l->size < size; l->size++) l->at[l->size] = l->size;
 }
 
-/* The indices of tensor dim d that a coordinate has. */
+/* Computes a coordinate's indices of tensor dim d. */
 static void model_list(const fsdp_spec *s, const int32_t *coord, int d, list *l) {
     model_whole(l, s->shape[d]);
     for (int k = 0; k < s->mesh_ndim; k++)
@@ -72,7 +71,7 @@ static void check_part(const fsdp_spec *s, const int32_t *coord) {
 
 /* ---- all small specs ------------------------------------------------------------------------- */
 
-/* Meshes of up to 3 dims and 4 ranks in each; shapes of up to 3 dims. */
+/* Calls `each` for meshes of up to 3 dims with up to 4 ranks each, and shapes of up to 3 dims. */
 static void all_small(each_spec *each, void *arg) {
     static const int64_t sizes[] = {0, 1, 2, 3, 5, 7, 8, 13};
     for (int ndim = 1; ndim <= 3; ndim++)
@@ -94,7 +93,7 @@ static void each_part(const fsdp_spec *s, void *arg) {
         check_part(s, coord);
         count[1]++;
     } while (next_coord(s->mesh_ndim, s->mesh_shape, coord));
-    for (int d = 0; d < s->ndim; d++) { /* along each dim every index is held once */
+    for (int d = 0; d < s->ndim; d++) { /* in each dim, every index belongs to one part */
         for (int m = 0; m < s->mesh_ndim; m++) coord[m] = 0;
         do {
             fsdp_local part;
@@ -118,7 +117,8 @@ TEST(spec, parts_of_all_small_meshes) {
 
 /* ---- PyTorch's examples ---------------------------------------------------------------------- */
 
-/* parts: of each rank its part, row-major: "3@0" along `dim`, other dims whole; "5x3@0,3": all. */
+/* parts: each rank's part, row-major: "3@0" along `dim`, with the other dims whole; "5x3@0,3": all
+   dims. */
 static const struct {
     const char *name;
     int mesh_ndim;
@@ -128,7 +128,7 @@ static const struct {
     const char *place;
     int order[4], dim;
     const char *parts;
-    int64_t factor[4]; /* 0: of a plain Shard */
+    int64_t factor[4]; /* 0: a plain Shard */
 } vectors[] = {
     {"1", 1, {4}, 1, {16}, "S0", {0}, 0, "4@0 4@4 4@8 4@12", {0}},
     {"2", 1, {4}, 1, {10}, "S0", {0}, 0, "3@0 3@3 3@6 1@9", {0}},
@@ -283,7 +283,7 @@ TEST_P(spec, vectors, vectors) {
     CHECK_EQ_MEM(&back, &s, sizeof s);
 }
 
-/* Single coordinates of larger meshes. */
+/* Single coordinates in larger meshes. */
 static const struct {
     const char *name;
     int mesh_ndim;
@@ -332,7 +332,7 @@ static void each_strided(const fsdp_spec *s, void *arg) {
     int32_t coord[DIMS] = {0};
     CHECK_OK(fsdp_spec_to_strided(s, factor));
     for (int m = 0; m < s->mesh_ndim; m++) {
-        back.place[m].order = 0; /* what PyTorch writes has no orders */
+        back.place[m].order = 0; /* PyTorch's form has no orders */
         ones |= s->mesh_shape[m] == 1;
     }
     CHECK_OK(fsdp_spec_init(&back, s->mesh_ndim, s->mesh_shape, back.place, s->dtype, s->ndim,
@@ -340,7 +340,8 @@ static void each_strided(const fsdp_spec *s, void *arg) {
     CHECK_OK(fsdp_spec_from_strided(&back, factor));
     CHECK_OK(fsdp_spec_to_strided(&back, again));
     CHECK_EQ_MEM(again, factor, (size_t)s->mesh_ndim * sizeof *factor);
-    if (!ones) CHECK_EQ_MEM(&back, s, sizeof back); /* a cut by one rank may stand anywhere */
+    /* a sharding over one rank may have any order */
+    if (!ones) CHECK_EQ_MEM(&back, s, sizeof back);
     do {
         fsdp_local a, b;
         CHECK_OK(fsdp_spec_local(s, coord, &a));
@@ -356,7 +357,7 @@ TEST(spec, strided_round_trips) {
     h_message("%lld specs", (long long)count);
 }
 
-/* Factors that no order has; nothing changes. */
+/* Factors that correspond to no order; nothing changes. */
 TEST(spec, strided_without_an_order) {
     static const struct {
         int mesh_ndim;
@@ -386,8 +387,9 @@ TEST(spec, strided_without_an_order) {
     }
 }
 
-/* What FSDP over tensor parallelism stores is the order (tp, dp). PyTorch's formula for its strided
-   placement has the same parts whenever tp divides the rows, and may have others if it does not. */
+/* FSDP over tensor parallelism stores parts in the order (tp, dp). PyTorch's formula for its
+   strided placement gives equal parts if tp divides the rows, and may give others if it does not.
+   */
 TEST(spec, strided_formula_differs_where_cuts_are_uneven) {
     static list formula, order;
     int64_t same = 0, other = 0;
@@ -431,7 +433,7 @@ TEST(spec, inferred_from_equal_parts) {
         CHECK_OK(fsdp_spec_infer(&back, 3, mesh, place, FSDP_F32, 3, part.shape));
         CHECK_EQ_MEM(&s, &back, sizeof s);
     }
-    /* (4, 8, 2), the last dim cut over two ranks; written as -1 */
+    /* (4, 8, 2), the last dim sharded over two ranks; given as -1 */
     fsdp_spec s;
     const int32_t two = 2;
     const int64_t local[3] = {4, 8, 2};
@@ -440,7 +442,7 @@ TEST(spec, inferred_from_equal_parts) {
     CHECK(s.shape[0] == 4 && s.shape[1] == 8 && s.shape[2] == 4 && s.place[0].dim == 2);
 }
 
-/* Ranks that nobody has started: by coordinate alone. */
+/* Thousands of ranks, by coordinates only. */
 TEST(spec, thousands_of_ranks) {
     const int32_t mesh[3] = {16, 32, 8};
     const int order[3] = {1, 2, 0};
@@ -458,7 +460,7 @@ TEST(spec, thousands_of_ranks) {
     CHECK_EQ_INT(held, 3 * 99991);
 }
 
-/* ---- what is a spec, and what is refused ----------------------------------------------------- */
+/* ---- valid specs, and errors ----------------------------------------------------------------- */
 
 TEST(spec, is_a_value) {
     fsdp_spec a, b, c;
@@ -469,7 +471,7 @@ TEST(spec, is_a_value) {
     memset(&a, 0xff, sizeof a), memset(&b, 0, sizeof b);
     CHECK_OK(fsdp_spec_init(&a, 2, mesh, place, FSDP_F32, 2, shape));
     CHECK_OK(fsdp_spec_init(&b, 2, mesh, plain, FSDP_F32, 2, shape));
-    CHECK_EQ_MEM(&a, &b, sizeof a); /* whatever lay there, and in fields that are not used */
+    CHECK_EQ_MEM(&a, &b, sizeof a); /* independent of old contents and of unused fields */
     memcpy(&c, &a, sizeof c);
     CHECK_OK(fsdp_spec_init(&c, 2, c.mesh_shape, c.place, c.dtype, 2, c.shape));
     CHECK_EQ_MEM(&a, &c, sizeof a);
@@ -478,7 +480,7 @@ TEST(spec, is_a_value) {
     check_part(&c, (const int32_t[1]){1});
 }
 
-/* A score of placements: the predicates of PyTorch, and dims that are never negative. */
+/* A score of placements: PyTorch's predicates, and dims that are never negative. */
 TEST(spec, kinds_and_dims) {
     const int32_t mesh[3] = {2, 2, 2};
     const int64_t shape[3] = {8, 8, 8};
@@ -591,7 +593,7 @@ static const struct {
      "[E139] spec_init: mesh dims 0 and 1 are PARTIAL of two ops"},
 };
 
-/* Each op beside each other one, in both orders: only SUM and AVG may stand together. */
+/* All pairs of ops, in both orders: only SUM and AVG may be combined. */
 TEST(spec, pairs_of_ops) {
     static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_MAX, FSDP_MIN};
     const int32_t mesh[2] = {2, 2};

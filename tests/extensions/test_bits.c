@@ -1,5 +1,6 @@
-/* test_bits.c - recorded bits of sums, norms and optimizers: a compiler, its flags or a machine that
-   gives others fails. The inputs are multiples of 2^-20, so that this file computes exactly.
+/* test_bits.c - recorded bits of sums, norms and optimizers: fails if a compiler, its flags or a
+   machine produces other bits. The inputs are multiples of 2^-20, so that this file itself computes
+   exactly.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | GLOO
@@ -37,7 +38,7 @@ static void sum(lab_rank *r) {
     enum { COUNT = 1003 };
     const struct sum_of *s = (const struct sum_of *)r->arg;
     uint64_t hash = 0;
-    double x[COUNT], scale = r->rank % 2 ? 64 : 1; /* room for values of any of these dtypes */
+    double x[COUNT], scale = r->rank % 2 ? 64 : 1; /* values fit any of these dtypes */
     for (int i = 0; i < COUNT; i++)
         put(x, s->dtype, i, draw((uint64_t)r->rank, (uint64_t)i) * (float)scale);
     CALL(r->w, fsdp_all_reduce(r->w, NULL, x, COUNT, s->dtype, FSDP_SUM));
@@ -129,7 +130,7 @@ static void train(lab_rank *r) {
             CALL(r->w, fsdp_param_full(unit[u], p, full));
             lab_fold(&hash, full, (size_t)count * fsdp_dtype_size(t->dtype));
         }
-    lab_fold(&hash, &norm, sizeof norm); /* of the last step */
+    lab_fold(&hash, &norm, sizeof norm); /* norm of the last step */
     recorded(hash, t->hash, t->name);
 }
 TEST_P(bits, training, trainings) {

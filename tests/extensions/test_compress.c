@@ -1,5 +1,5 @@
-/* test_compress.c - gradients sent as bf16 and summed in f32 (fsdp_compress.h): bit by bit the sum
-   in the order of ranks, on every backend; bytes, memory, plans and failures.
+/* test_compress.c - gradients that are sent as bf16 and summed in f32 (fsdp_compress.h): the bits
+   of a sum in rank order, on every backend; bytes, memory, plans and failures.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL
@@ -10,7 +10,7 @@
 
 enum { NUM = 7, UNITS = 3, STEPS = 5, BIG = 640 };
 
-/* Uneven, empty on some ranks, by columns; a unit of one parameter. */
+/* Uneven parameters, empty on some ranks, sharded by columns; a unit with a single parameter. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},  {0, "a.b", FSDP_F32, 0, 0, 1, 0, {3}},
     {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}}, {0, "a.f", FSDP_F32, 0, 1, 1, 0, {4}},
@@ -21,7 +21,8 @@ static const lab_net net = {rows, NUM, UNITS};
 typedef struct {
     const char *name;
     fsdp_dtype param, reduce; /* KEEP: f32 */
-    int replicas, lanes, micro, planned, plain; /* micro: backwards of a step; plain: by the backend */
+    /* micro: backwards per step; plain: without the extension */
+    int replicas, lanes, micro, planned, plain;
     int64_t direct_min;
     double factor;
     int offload;
@@ -45,7 +46,7 @@ static const config cases[] = {
 
 static int uses(int step, int p, int rank) { return p != 1 || (step + rank) % 2; }
 
-/* Of rank `rank`, with more bits than bf16 has. */
+/* Returns the gradient of rank `rank`, with more bits than bf16 has. */
 static float value(int step, int micro, int rank, int p, int64_t i) {
     uint64_t h = lab_hash((uint64_t)(step * 8 + micro), (uint64_t)rank, (uint64_t)p, (uint64_t)i);
     return (float)((double)(h >> 40) / 16777216.0 - 0.5) * (rank % 2 ? 64.0f : 1.0f);
@@ -76,8 +77,8 @@ static float plus(float a, float b) {
     return x;
 }
 
-/* What an element is after `micro` reductions: sums of bf16 in f32, rank after rank; then, of HSDP,
-   those of the replicas. If the reduction is one of bf16, the sums are stored in bf16, once. */
+/* Returns an element after `micro` reductions: bf16 values summed in f32, in rank order; with HSDP,
+   then the sums of the replicas. With a bf16 reduction, the sums are rounded to bf16, once. */
 static float expected(const config *c, fsdp_world *w, int step, int p, int64_t i) {
     int size = fsdp_world_size(w), replicas = c->replicas ? c->replicas : 1;
     int shards = size / replicas, narrow = c->reduce == FSDP_BF16;
@@ -123,7 +124,8 @@ static void make(lab_built *m, lab_rank *r, const config *c) {
     if (c->factor > 0) CALL(r->w, fsdp_set_gradient_divide_factor(m->model, NULL, c->factor));
 }
 
-/* Counts of a step: the reductions of the library, and what is sent in their place. */
+/* Checks the counts of a step: no reduce-scatter of the library is left, but the all_to_all that
+   replaces it. */
 static void check_counts(const fsdp_counters *a, const fsdp_counters *b, const config *c) {
     uint64_t scatters = b->calls[FSDP_OP_REDUCE_SCATTER] - a->calls[FSDP_OP_REDUCE_SCATTER];
     uint64_t sent = b->calls[FSDP_OP_ALL_TO_ALL] - a->calls[FSDP_OP_ALL_TO_ALL];
@@ -132,7 +134,7 @@ static void check_counts(const fsdp_counters *a, const fsdp_counters *b, const c
     CHECK_EQ_INT(sent, scatters);
     if (!c->planned) CHECK_EQ_INT(sent, UNITS * c->micro);
     if (whole == bytes && (c->param == FSDP_BF16 || c->reduce == FSDP_BF16))
-        return; /* the backend would have sent bf16 */
+        return; /* the backend would have sent bf16 anyway */
     CHECK_EQ_INT(2 * bytes, whole);
 }
 
@@ -154,7 +156,7 @@ static void train(lab_rank *r) {
         if (!c->plain) check_counts(&before, &after, c);
         CALL(r->w, fsdp_zero_grad(m.model));
     }
-    if (!lib_on_streams(r->w)) /* else threads of the backend allocate when they like */
+    if (!lib_on_streams(r->w)) /* otherwise the backend's threads may allocate at any time */
         W_CHECK(w_allocations(r->heap) == allocations, "a step has allocated");
     if (plan) CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
 }
@@ -169,7 +171,7 @@ TEST_P(compress, same_bits, cases) {
     for (int world = row->replicas ? 4 : 2; world <= 4; world++) launch(world, row);
 }
 
-/* The same numbers without the extension, where the backend sums bf16 in f32 itself. */
+/* Without the extension the numbers are equal, if the backend itself sums bf16 in f32. */
 TEST(compress, bits_of_a_fused_reduction) {
     const char *backend = getenv("FSDP_BACKEND");
     if (backend && strcmp(backend, "nccl") == 0) SKIP("NCCL sums in an order of its own");
@@ -182,7 +184,7 @@ TEST(compress, bits_of_a_fused_reduction) {
 
 /* ---- what goes over the wire ----------------------------------------------------------------- */
 
-static uint64_t wire[2]; /* bytes of elements in calls of the backend: reduce_scatter, all_to_all */
+static uint64_t wire[2]; /* bytes of elements that the backend gets: reduce_scatter, all_to_all */
 
 static fsdp_status counted(fsdp_comm *comm, const fsdp_coll *coll) {
     int which = coll->kind == FSDP_OP_ALL_TO_ALL;
@@ -202,11 +204,11 @@ static void measure(const config *c, uint64_t *scattered, uint64_t *exchanged) {
 }
 TEST(compress, bytes_of_the_backend) {
     uint64_t f32, bf16, none, ignored;
-    config c = cases[7]; /* f32 */
+    config c = cases[7]; /* the case "f32" */
     CHECK_EQ_STR(c.name, "f32");
     measure(&c, &none, &bf16);
     CHECK_EQ_INT(none, 0);
-    c.param = FSDP_BF16, c.reduce = FSDP_F32; /* what compressed f32 sends, fused bf16 sends */
+    c.param = FSDP_BF16, c.reduce = FSDP_F32; /* fused bf16 sends as much as compressed f32 */
     c.plain = 1;
     measure(&c, &f32, &ignored);
     CHECK_EQ_INT(f32, bf16);
@@ -216,8 +218,8 @@ TEST(compress, bytes_of_the_backend) {
 
 /* ---- order ----------------------------------------------------------------------------------- */
 
-/* The record that writes what the reduce-scatter would have written waits for the same last reader:
-   sums of HSDP are read on the stream of the all-reduces. */
+/* The op that writes the result in place of the reduce-scatter waits for the same last reader: with
+   HSDP, the all-reduce stream reads the sums. */
 static int waits_for(const fsdp_op *op, int stream, uint64_t *seq) {
     for (int i = 0; i < op->num_waits; i++)
         if (op->wait[i].stream == stream) return *seq = op->wait[i].seq, 1;
@@ -256,7 +258,7 @@ static void order(lab_rank *r) {
 }
 TEST(compress, order) {
     lab_how how = FSDP_ZERO;
-    config c = cases[4]; /* bf16_hsdp, with lanes */
+    config c = cases[4]; /* bf16_hsdp, with worker threads */
     c.reduce = FSDP_F32, c.micro = 1;
     how.job = "compress", how.lanes = c.lanes;
     lab_run(4, &how, order, &c);
@@ -285,7 +287,7 @@ static void memory(lab_rank *r) {
     CHECK_EQ_INT(pool_bytes(m.model), 0);
     backward(&m, &c, 1, 0);
     CALL(r->w, fsdp_zero_grad(m.model));
-    /* the largest is b.w: of each rank 27 rows of 8; 4 bytes, and for each rank 2 and 2 */
+    /* the largest is b.w, 27 rows of 8 per rank: 4 bytes per element, and 2 and 2 for each rank */
     CHECK(pool_bytes(m.model) >= 216 * 16 && pool_bytes(m.model) < 216 * 16 + 4096);
     fsdp_compress_destroy(z);
     CHECK_EQ_INT(pool_bytes(m.model), 0);
@@ -308,7 +310,7 @@ static fsdp_status own_scatter(void *user, const fsdp_comm_ops *ops, fsdp_comm *
     __atomic_fetch_add((int *)user, 1, __ATOMIC_SEQ_CST);
     return ops->run(comm, coll);
 }
-/* f16 reductions, and units with a function of the user. */
+/* f16 reductions, and units with a user's reduce function, are not compressed. */
 static void left_alone(lab_rank *r) {
     for (int own = 0; own < 2; own++) {
         int calls = 0;
@@ -348,7 +350,7 @@ static void one_rank_alone(lab_rank *r) {
 }
 TEST(compress, a_rank_does_not) { lab_run(2, NULL, one_rank_alone, NULL); }
 
-/* What ranks compare in a reduction they compare in what takes its place. */
+/* Ranks compare the replacement in the same way as a reduction. */
 static void other_factor(lab_rank *r) {
     config c = cases[0];
     lab_built m = FSDP_ZERO;
@@ -360,7 +362,7 @@ static void other_factor(lab_rank *r) {
 }
 TEST(compress, other_factor) { lab_run(2, NULL, other_factor, NULL); }
 
-/* A rank without memory for its buffer ends the world for all. */
+/* If a rank has no memory for its buffer, the world fails on all ranks. */
 static void no_memory(lab_rank *r) {
     config c = cases[7];
     lab_built m = FSDP_ZERO;

@@ -1,6 +1,6 @@
 /* test_ema.c - the average of the weights: PyTorch's numbers, a slow model bit by bit on 1 to 4
-   ranks, swaps that give the weights back to the bit, what is refused meanwhile, checkpoints at any
-   number of ranks.
+   ranks, swaps that restore the weights bit by bit, calls that are refused meanwhile, checkpoints
+   for any number of ranks.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | VALGRIND
@@ -11,7 +11,8 @@
 
 enum { NUM = 14, UNITS = 5, BIG = 1300, STEPS = 7 };
 
-/* Uneven, empty on some ranks, without elements, by columns, more than a block of the loops. */
+/* Uneven parameters, empty on some ranks, without elements, sharded by columns, longer than a block
+   of the loops. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},   {0, "a.b", FSDP_F32, 0, 0, 1, 0, {3}},
     {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},   {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
@@ -27,16 +28,17 @@ typedef struct config {
     int lanes, replicas, offload, planned, toggles, scheduled;
     int64_t direct_min, every, after;
     double decay;
-    int64_t from, to; /* steps; from: of the checkpoint in dir */
+    int64_t from, to; /* steps; from: step of the checkpoint in dir */
     const char *dir;
 } config;
 
-typedef struct result { /* the last average, whole, as rank 0 has it swapped in; the last weights */
+/* the last full average, as rank 0 has it swapped in, and the last weights */
+typedef struct result {
     char average[NUM][BIG * 8], weights[NUM][BIG * 8];
 } result;
 static result *the_result;
 
-typedef struct truth { /* what has to come out; averages of any dtype are exact in f64 */
+typedef struct truth { /* expected values; averages of any dtype are exact in f64 */
     char weights[NUM][BIG * 8];
     double average[NUM][BIG];
     int has[NUM];
@@ -44,7 +46,7 @@ typedef struct truth { /* what has to come out; averages of any dtype are exact 
 } truth;
 
 static double decay_at(void *user, int64_t step) {
-    CHECK(user == &the_result && step > 2); /* not while the average is a copy */
+    CHECK(user == &the_result && step > 2); /* not called while the average is a copy */
     return (double)step / (double)(3 + step);
 }
 
@@ -78,12 +80,12 @@ static double slow_lerp(int wide, double a, double w, double decay) {
                 : (double)fmaf((float)difference, (float)factor, (float)end);
 }
 
-/* The weights of now. */
+/* Copies the current weights. */
 static void look(const lab_built *m, char (*to)[BIG * 8]) {
     for (int p = 0; p < NUM; p++)
         CALL(m->w, fsdp_param_full(lab_unit_of(m, p), m->index[p], to[p]));
 }
-/* Averages begin that are none yet. */
+/* Starts missing averages of trainable parameters. */
 static void begin(const lab_built *m, truth *t) {
     look(m, t->weights);
     for (int p = 0; p < NUM; p++) {
@@ -113,7 +115,7 @@ static void update(const config *c, const lab_built *m, truth *t) {
 
 /* ---- what is there --------------------------------------------------------------------------- */
 
-/* The items of the average: this rank's rows, in f32 or f64. */
+/* Checks the state items of the average: this rank's rows, in f32 or f64. */
 static void check_items(const lab_built *m, const truth *t) {
     fsdp_state_item item = FSDP_ZERO;
     int seen[NUM] = {0};
@@ -140,7 +142,7 @@ static void check_items(const lab_built *m, const truth *t) {
     for (int p = 0; p < NUM; p++) W_CHECK(seen[p] == t->has[p], "%s", rows[p].name);
 }
 
-/* Parameter p, whole, is the average, or the weights where there is none or it is not swapped. */
+/* Checks full parameter p: it has the average if that is swapped in, otherwise the weights. */
 static void check_param(const truth *t, int p, int swapped, const void *got) {
     for (int64_t i = 0; i < lab_numel_of(&net, p); i++) {
         const double want = swapped && t->has[p] ? lab_round(rows[p].dtype, t->average[p][i])
@@ -150,7 +152,7 @@ static void check_param(const truth *t, int p, int swapped, const void *got) {
     }
 }
 
-/* An evaluation sees the average, by gathers too; then the weights are back to the bit. */
+/* An evaluation uses the average, also in gathers; then the weights are restored bit by bit. */
 static void evaluate(const lab_built *m, fsdp_ema *ema, const truth *t) {
     static __thread char got[NUM][BIG * 8];
     CALL(m->w, fsdp_ema_swap(ema));
@@ -174,7 +176,8 @@ static void evaluate(const lab_built *m, fsdp_ema *ema, const truth *t) {
 }
 
 static void toggle(lab_built *m, int64_t step) {
-    static const int when[NUM] = {0, 0, 2, 0, 1, 4, 0, 1, 0, 3, 2, 0, 0, 3}; /* back two later */
+    /* each is toggled back two steps later */
+    static const int when[NUM] = {0, 0, 2, 0, 1, 4, 0, 1, 0, 3, 2, 0, 0, 3};
     for (int p = 0; p < NUM; p++)
         if (when[p] && (step == when[p] || step == when[p] + 2)) lab_freeze(m, p, !m->frozen[p]);
 }
@@ -219,7 +222,7 @@ static void train(lab_rank *r) {
     if (c->planned) CALL(r->w, fsdp_plan_create(m.model, NULL, &plan));
     if (c->dir) CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
     if (c->from) {
-        for (int i = 0; i < 9; i++) CALL(r->w, fsdp_ema_update(ema)); /* forgotten by the load */
+        for (int i = 0; i < 9; i++) CALL(r->w, fsdp_ema_update(ema)); /* the load overwrites them */
         CALL(r->w, fsdp_checkpoint_find(ck, c->dir, -1, path, sizeof path, &step));
         CALL(r->w, fsdp_checkpoint_load(ck, path, NULL));
         CHECK_EQ_INT(step, c->from);
@@ -238,14 +241,14 @@ static void train(lab_rank *r) {
         const int64_t allocations = w_allocations(r->heap);
         CALL(r->w, fsdp_ema_update(ema));
         W_CHECK(c->toggles || w_allocations(r->heap) == allocations, "an update has allocated");
-        if (c->from) continue; /* the slow model was not there from the beginning */
+        if (c->from) continue; /* the slow model does not know the earlier steps */
         update(c, &m, t);
         if (step % 2 || step + 1 == c->to) evaluate(&m, ema, t);
         if (step % 3 == 0) check_items(&m, t);
     }
     if (ck && !c->from) CALL(r->w, fsdp_checkpoint_save(ck, c->dir, step));
     if (plan) CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
-    if (c->from) { /* whole, for the comparison */
+    if (c->from) { /* full tensors, for the comparison */
         CALL(r->w, fsdp_ema_swap(ema));
         look(&m, t->weights);
         if (r->rank == 0) memcpy(the_result->average, t->weights, sizeof t->weights);
@@ -289,7 +292,8 @@ TEST_P(ema, sharded, configs) {
     h_message("%s: %d models of %d parameters", row->name, runs, NUM);
 }
 
-/* What Hugging Face's readers get of a checkpoint: the average, in the parameters' dtypes. */
+/* Checks the export of a checkpoint for Hugging Face's readers: the average, in the parameters'
+   dtypes. */
 static void check_export(const char *dir, int64_t step, const result *want) {
     char path[600], out[600], text[1024], got[BIG * 8];
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
@@ -302,7 +306,7 @@ static void check_export(const char *dir, int64_t step, const result *want) {
     CHECK_OK(fsdp_checkpoint_open(out, NULL, NULL, &r, text, sizeof text));
     for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++)
         for (int p = 0; p < NUM; p++) {
-            const char *dot = strrchr(t.name, '.'); /* UNIT.a.w, of one letter each */
+            const char *dot = strrchr(t.name, '.'); /* UNIT.a.w, with one letter for each part */
             if (strcmp(dot - 1, rows[p].name) != 0) continue;
             CHECK(t.dtype == rows[p].dtype && t.nbytes == (int64_t)lab_nbytes_of(&net, p));
             CHECK_OK(
@@ -312,7 +316,7 @@ static void check_export(const char *dir, int64_t step, const result *want) {
     fsdp_checkpoint_close(r);
 }
 
-/* Saved by 2 ranks, gone on with by 3, and what one rank does without a checkpoint. */
+/* A training saved by 2 ranks and resumed by 3 equals one rank's without a checkpoint. */
 TEST(ema, resumed) {
     config c = configs[4];
     c.to = 9;
@@ -333,7 +337,7 @@ TEST(ema, resumed) {
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
-/* How many representable numbers lie between two f32. */
+/* Returns the number of steps between two f32 along the representable numbers. */
 static int64_t steps_between(float a, float b) {
     const uint32_t bits[2] = {lab_bits32(a), lab_bits32(b)};
     int64_t at[2];
@@ -413,8 +417,8 @@ TEST(golden_ema, torch, NO(VALGRIND)) {
 
 /* ---- bits ------------------------------------------------------------------------------------ */
 
-/* Every 16-bit pattern as a weight, NaNs too, an average that lies elsewhere, and f32 and f64 with
-   patterns that arithmetic would change. */
+/* Every 16-bit pattern as a weight, including NaNs, with another average; f32 and f64 patterns that
+   arithmetic would change. */
 static void patterns_rank(lab_rank *r) {
     static const fsdp_dtype dtypes[] = {FSDP_BF16, FSDP_F16, FSDP_F32, FSDP_F64};
     static const char *const names[] = {"bf16", "f16", "f32", "f64"};
@@ -439,7 +443,7 @@ static void patterns_rank(lab_rank *r) {
     fsdp_model *m = lab_model(r->w, NULL);
     fsdp_unit *unit[4];
     for (int i = 0; i < 4; i++) unit[i] = lab_unit(r->w, m, NULL, &d[i], 1);
-    CALL(r->w, fsdp_ema_create(m, NULL, &ema)); /* of zeros */
+    CALL(r->w, fsdp_ema_create(m, NULL, &ema)); /* average of zeros */
     for (int i = 0; i < 4; i++) CALL(r->w, fsdp_param_load(unit[i], 0, was[i]));
     for (int turn = 0; turn < 3; turn++) {
         CALL(r->w, fsdp_ema_swap(ema));
@@ -454,7 +458,7 @@ static void patterns_rank(lab_rank *r) {
         CALL(r->w, fsdp_ema_update(ema));
     }
     fsdp_ema_destroy(ema);
-    CALL(r->w, fsdp_ema_create(m, NULL, &ema)); /* a copy, of zeros with a sign and of NaNs, too */
+    CALL(r->w, fsdp_ema_create(m, NULL, &ema)); /* a copy, also of signed zeros and NaNs */
     CALL(r->w, fsdp_ema_swap(ema));
     for (int i = 2; i < 4; i++) {
         CALL(r->w, fsdp_param_full(unit[i], 0, got));
@@ -477,7 +481,7 @@ static void descs_rank(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_ema *ema = NULL;
     double given = lab_from_bits(0x7FF8000000000000u);
-    float full[35]; /* of a.w */
+    float full[35]; /* a.w */
     lab_build(&m, &net, r->w, NULL);
     const int64_t live = r->heap->live;
     for (int i = 0; i < 5; i++) {
@@ -510,7 +514,7 @@ static void descs_rank(lab_rank *r) {
     CALL(r->w, fsdp_model_reset(m.model));
     CALL(r->w, fsdp_ema_create(m.model, &d, &ema));
     for (int i = 0; i < 2; i++) CALL(r->w, fsdp_ema_update(ema));
-    for (int i = 0; i < 2; i++) /* it stays the third call */
+    for (int i = 0; i < 2; i++) /* it counts as the third call both times */
         REFUSED(r->w, fsdp_ema_update(ema), "[E926] ema_update: what decay_at returned is ");
     given = 1;
     CALL(r->w, fsdp_ema_update(ema));
@@ -524,7 +528,8 @@ static void descs_rank(lab_rank *r) {
 }
 TEST(ema, descs_are_refused) { lab_run(1, NULL, descs_rank, NULL); }
 
-/* Thawed before a save: the first item that the save asks for has the weights already. */
+/* A parameter is thawed before a save: the first item that the save reads already has the weights.
+   */
 static void thawed_rank(lab_rank *r) {
     fsdp_param_desc d[2] = {fsdp_vec("a", 6), fsdp_vec("b", 5)};
     const float values[6] = {1, 2, 3, 4, 5, 6};
@@ -593,11 +598,11 @@ static void meanwhile_rank(lab_rank *r) {
     SWAPPED(fsdp_model_broadcast(m.model, NULL, 0));
     SWAPPED(fsdp_set_requires_grad(m.unit[0], 0, 0));
     SWAPPED(fsdp_model_cast(m.model, FSDP_BF16));
-    CALL(r->w, fsdp_model_reset(m.model)); /* of failures that finalize would report */
-    backward(&m, 1);                       /* at the average */
+    CALL(r->w, fsdp_model_reset(m.model)); /* clears failures that finalize would report */
+    backward(&m, 1);                       /* computed with the average */
     CALL(r->w, fsdp_zero_grad(m.model));
     if (r->size == 1) CALL(r->w, fsdp_ema_swap(ema));
-    else fsdp_ema_destroy(ema); /* gives them back */
+    else fsdp_ema_destroy(ema); /* restores the weights */
     look(&m, got);
     for (int p = 0; p < NUM; p++) CHECK_EQ_MEM(got[p], t.weights[p], lab_nbytes_of(&net, p));
     backward(&m, 2);
@@ -606,14 +611,14 @@ static void meanwhile_rank(lab_rank *r) {
     fsdp_ema_destroy(second);
     CALL(r->w, fsdp_checkpoint_load(ck, path, &only));
     CALL(r->w, fsdp_ema_create(m.model, NULL, &second));
-    CALL(r->w, fsdp_ema_swap(second)); /* and the model ends so */
+    CALL(r->w, fsdp_ema_swap(second)); /* the model is destroyed in this state */
 }
 TEST(ema, refused_while_swapped) {
     lab_run(1, NULL, meanwhile_rank, (void *)(uintptr_t)h_tmpdir());
     lab_run(2, NULL, meanwhile_rank, (void *)(uintptr_t)h_tmpdir());
 }
 
-/* An optimizer may be made while the model has the average: it asks the average for nothing. */
+/* An optimizer may be created while the average is swapped in: it does not need the weights. */
 static void made_meanwhile(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 4, 4);
     fsdp_model *model = lab_model(r->w, NULL);
@@ -627,7 +632,7 @@ static void made_meanwhile(lab_rank *r) {
 }
 TEST(ema, optimizer_made_while_swapped) { lab_run(2, NULL, made_meanwhile, NULL); }
 
-/* Each allocation of a creation fails once, and that of the first update after a thaw. */
+/* Each allocation of create fails once, and so does that of the first update after a thaw. */
 static void memory_rank(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_ema *ema = NULL;
@@ -647,10 +652,10 @@ static void memory_rank(lab_rank *r) {
         CHECK(ema == NULL && r->heap->live == live);
         CHECK_EQ_INT(host_bytes(&m), before);
     }
-    CHECK_EQ_INT(n, 3); /* table, average, and the model's note of it */
+    CHECK_EQ_INT(n, 3); /* table, average, and the model's entry for it */
     begin(&m, &t);
     check_items(&m, &t);
-    lab_freeze(&m, 2, 0); /* the average begins in the commit, or the commit fails */
+    lab_freeze(&m, 2, 0); /* the commit starts the average, or fails */
     int told = 0;
     for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
         w_fail(r->heap, told ? 0 : n - 3);
@@ -659,7 +664,7 @@ static void memory_rank(lab_rank *r) {
         if (!status) break;
         CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
         told += strstr(fsdp_last_error(r->w), "] ema: no memory for a state of ") != NULL;
-        if (told == 3) break; /* each call asks again */
+        if (told == 3) break; /* each call tries again */
     }
     CHECK_EQ_INT(told, 3);
     begin(&m, &t);

@@ -1,6 +1,6 @@
-/* test_ema_life.c - what averages of the weights meet: freeze, thaw, loads of all kinds, broadcast,
-   reset, swaps, other averages. Random sequences are compared with a model of a few lines, on 1 to 4
-   ranks; then each rule of docs/optimizers.md alone.
+/* test_ema_life.c - events in the life of averages: freeze, thaw, loads of all kinds, broadcast,
+   reset, swaps, other averages. Random sequences are compared with a model of a few lines, on 1 to
+   4 ranks; then each rule of docs/optimizers.md is tested by itself.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO
@@ -9,7 +9,7 @@
 
 enum { NUM = 5, UNITS = 2, BIG = 64, NAMES = 2 };
 
-/* Trainable, frozen at first, 16 bits, without elements. Values are small whole numbers, so that an
+/* Trainable, initially frozen, 16-bit and empty parameters. Values are small integers, so that an
    average of a few updates is exact. */
 static const lab_param rows[NUM] = {{0, "w", FSDP_F32, 0, 0, 2, 0, {7, 5}},
                                     {0, "late", FSDP_F32, 0, 1, 1, 0, {9}},
@@ -17,9 +17,9 @@ static const lab_param rows[NUM] = {{0, "w", FSDP_F32, 0, 0, 2, 0, {7, 5}},
                                     {1, "h", FSDP_BF16, 0, 0, 2, 0, {6, 4}},
                                     {1, "k", FSDP_BF16, 0, 1, 2, 1, {5, 3}}};
 static const lab_net net = {rows, NUM, UNITS};
-static const lab_net part = {rows, 1, 1}; /* w alone */
+static const lab_net part = {rows, 1, 1}; /* w only */
 
-static __thread char said[4096]; /* what this rank has logged */
+static __thread char said[4096]; /* log of this rank */
 static void note(int level, fsdp_status code, int rank, const char *text, void *user) {
     const size_t used = strlen(said);
     (void)level, (void)code, (void)rank, (void)user;
@@ -30,7 +30,7 @@ static double number(int64_t seed, int p, int64_t i) {
     return (double)((seed * 5 + p * 3 + i) % 7);
 }
 
-/* As an optimizer writes them, on this rank with what `seed` says. */
+/* Writes this rank's shards as an optimizer does, with values that depend on `seed`. */
 static void write_all(const lab_built *m, int64_t seed) {
     CALL(m->w, fsdp_params_writable(m->model));
     for (int p = 0; p < m->net->count; p++) {
@@ -62,7 +62,7 @@ static void begin(truth *t, int a, int p) {
     t->has[a][p] = 1;
     memcpy(t->average[a][p], t->w[p], sizeof t->w[p]);
 }
-/* A load has replaced these parameters, and has no average of them. */
+/* Models a load that replaces the first `count` parameters and has no average of them. */
 static void replaced(truth *t, int count) {
     for (int a = 0; a < NAMES; a++) {
         int kept = 0;
@@ -186,7 +186,7 @@ static void act(life *l, int kind, uint64_t *random) {
     snprintf(dir, sizeof dir, "%s/own", l->dir);
     if (kind == SAVE) CALL(l->r->w, fsdp_checkpoint_save(l->ck, dir, ++l->saves));
     if (kind == SAVE) l->saved = l->t;
-    if (kind == LOAD && l->saves) { /* and states of parameters that are frozen now, held */
+    if (kind == LOAD && l->saves) { /* including states of parameters that are frozen now */
         load(l, "own", l->saves, 0, 0);
         for (int p2 = 0; p2 < NUM; p2++) memcpy(l->t.w[p2], l->saved.w[p2], sizeof l->t.w[p2]);
         for (int b = 0; b < NAMES; b++) {
@@ -199,7 +199,7 @@ static void act(life *l, int kind, uint64_t *random) {
             }
         }
     }
-    if (kind == AGAIN && l->saves) { /* its weights alone */
+    if (kind == AGAIN && l->saves) { /* loads the weights only */
         load(l, "own", l->saves, 1, 0);
         for (int p2 = 0; p2 < NUM; p2++) memcpy(l->t.w[p2], l->saved.w[p2], sizeof l->t.w[p2]);
         replaced(&l->t, NUM);
@@ -215,10 +215,10 @@ static void make_averages(fsdp_world *w, fsdp_model *m, fsdp_ema **ema) {
     CALL(w, fsdp_ema_create(m, &d, &ema[0]));
     d.decay_at = NULL, d.decay = 0.75, d.name = name;
     CALL(w, fsdp_ema_create(m, &d, &ema[1]));
-    memset(name, 'x', sizeof name); /* it is copied */
+    memset(name, 'x', sizeof name); /* the name was copied */
 }
 
-/* Checkpoints without an average: of all parameters, and of w alone. */
+/* Saves a checkpoint without an average: of all parameters, or of w only. */
 static void save_plain(lab_rank *r, const lab_net *of, const char *name, const char *dir) {
     lab_built m = FSDP_ZERO;
     fsdp_checkpoint *ck;
@@ -284,8 +284,8 @@ TEST_P(ema_life, random, kinds) {
 
 /* ---- broadcast ------------------------------------------------------------------------------- */
 
-/* The largest distance between ranks of what they have of a parameter and of its states; ranks are
-   replicas. per[0]: of units 0, [1]: of the others. */
+/* Returns the largest distance between ranks of a parameter and of its states; ranks are replicas.
+   per[0]: unit 0, per[1]: the others. */
 static void distances(fsdp_model *m, fsdp_world *w, double *per) {
     fsdp_state_item item = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
@@ -314,8 +314,8 @@ static int others(void *user, const fsdp_param_view *v) {
 }
 static int matrices(void *user, const fsdp_param_view *v) { return (void)user, v->ndim == 2; }
 
-/* Replicas begin with other weights, and train: averages, momenta and the number of steps differ.
-   A broadcast makes all equal, and they stay so. */
+/* Replicas that start with different weights and train have different averages, momenta and step
+   counts. A broadcast makes all equal, and they stay equal. */
 static void broadcast_rank(lab_rank *r) {
     const int updates = *(int *)r->arg, ours = r->rank;
     fsdp_model_desc md = FSDP_ZERO;
@@ -335,8 +335,8 @@ static void broadcast_rank(lab_rank *r) {
     make_averages(r->w, m.model, ema);
     lab_freeze(&m, 1, 0);
     for (int step = 0; step < 3 + updates; step++) {
-        if (step == updates) {                /* of unit 1 alone, then of all */
-            fsdp_state_item item = FSDP_ZERO; /* and other numbers of calls */
+        if (step == updates) {                /* first unit 1 only, then all */
+            fsdp_state_item item = FSDP_ZERO; /* also other numbers of calls */
             for (;;) {
                 CALL(r->w, fsdp_next_state(m.model, &item));
                 if (!item.name) break;
@@ -401,7 +401,7 @@ static void texts_rank(lab_rank *r) {
     CHECK_STATUS(fsdp_tell_values(NULL, FSDP_VALUES_REPLACED, -1), FSDP_ERR_INVALID_ARG);
     make_averages(r->w, m.model, ema);
     said[0] = 0;
-    const int64_t lines = r->rank == 0;                 /* one rank says it */
+    const int64_t lines = r->rank == 0;                 /* one rank logs it */
     CALL(r->w, fsdp_init_params(m.model, fill, &seed)); /* nothing is lost */
     CHECK(!said[0]);
     CALL(r->w, fsdp_param_load(m.unit[0], 1, full)); /* it has no average */
@@ -411,7 +411,7 @@ static void texts_rank(lab_rank *r) {
     CHECK_EQ_INT(lines_with("[E9032] param_load: the average was made before"), lines);
     CHECK_EQ_INT(lines_with("[E9032] param_load: the average 'slow' was made before"), lines);
     CALL(r->w, fsdp_ema_update(ema[1]));
-    CALL(r->w, fsdp_param_load(m.unit[0], 0, full)); /* as a step */
+    CALL(r->w, fsdp_param_load(m.unit[0], 0, full)); /* as a step would */
     CHECK_EQ_INT(lines_with("[E"), 2 * lines);
     CALL(r->w, fsdp_init_params(m.model, fill, &seed));
     CHECK_EQ_INT(lines_with("[E9031] the average 'slow': parameters were loaded without"), lines);
@@ -424,7 +424,7 @@ static void texts_rank(lab_rank *r) {
                  "name, fsdp_ema_desc.name"));
     CALL(r->w, fsdp_ema_update(third));
     said[0] = 0;
-    CALL(r->w, fsdp_param_load(m.unit[0], 0, full)); /* as a step */
+    CALL(r->w, fsdp_param_load(m.unit[0], 0, full)); /* as a step would */
     CHECK(!strstr(said, "the average was made before"));
     fsdp_ema_destroy(third);
     d.name = "slow";
@@ -439,7 +439,8 @@ TEST(ema_life, texts) {
     lab_run(2, NULL, texts_rank, NULL);
 }
 
-/* Two Muons have the same matrix: desc.take tells them apart, which then are saved. */
+/* Two Muons that have the same matrix cannot be saved; with disjoint matrices, by desc.take, both
+   can. */
 static int first_matrix(void *user, const fsdp_param_view *v) {
     return v->ndim == 2 && (v->ordinal == 0) == (user == NULL);
 }
@@ -460,7 +461,7 @@ static void two_muons(lab_rank *r) {
     CALL(r->w, fsdp_muon_create(m.model, &d, &two));
     CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
 }
-/* Names of 31 letters that differ in the last one alone: no item has the name of another one. */
+/* Names of 31 letters that differ only in the last one: no two items share a name. */
 static void long_names(lab_rank *r) {
     static const char *const names[2] = {"abcdefghijklmnopqrstuvwxyz1234x",
                                          "abcdefghijklmnopqrstuvwxyz1234y"};
@@ -533,7 +534,7 @@ TEST(ema_life, export_by_name) {
 
 /* ---- at the thaw, whatever comes next -------------------------------------------------------- */
 
-/* An optimizer of the user's writes through views; nothing but the thaw was before. */
+/* A user's optimizer writes through views, right after the thaw. */
 static void thaw_rank(lab_rank *r) {
     for (int look_first = 0; look_first < 4; look_first++) {
         lab_built m = FSDP_ZERO;
@@ -545,7 +546,8 @@ static void thaw_rank(lab_rank *r) {
         lab_freeze(&m, 1, 0);
         if (look_first == 1) CALL(r->w, fsdp_model_reset(m.model));
         if (look_first == 2) CALL(r->w, fsdp_model_commit(m.model));
-        if (look_first == 3) lab_freeze(&m, 1, 1), write_all(&m, 3); /* and frozen: it stays */
+        /* frozen again, the average stays */
+        if (look_first == 3) lab_freeze(&m, 1, 1), write_all(&m, 3);
         write_all(&m, 11);
         CALL(r->w, fsdp_ema_update(ema[1]));
         CALL(r->w, fsdp_ema_swap(ema[1]));
@@ -567,7 +569,7 @@ TEST(ema_life, begins_at_the_thaw) {
 
 /* ---- items ----------------------------------------------------------------------------------- */
 
-/* Items that a trainer writes itself: the number of calls is that of a parameter with elements. */
+/* A trainer writes items itself: the number of calls is that of a parameter with elements. */
 static double step_seen(void *user, int64_t step) { return *(int64_t *)user = step, 0.5; }
 static void own_load_rank(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_vec("w", 8), fsdp_vec("z", 0)};
@@ -594,7 +596,7 @@ static void own_load_rank(lab_rank *r) {
     CALL(r->w, fsdp_checkpoint_save(ck, (const char *)r->arg, r->size));
     CALL(r->w, fsdp_checkpoint_find(ck, (const char *)r->arg, -1, path, sizeof path, &seen));
     only.params_only = 1;
-    CALL(r->w, fsdp_checkpoint_load(ck, path, &only)); /* all begin anew, z too */
+    CALL(r->w, fsdp_checkpoint_load(ck, path, &only)); /* all averages restart, also that of z */
     CALL(r->w, fsdp_ema_update(ema));
     CHECK_EQ_INT(seen, 1);
 }
@@ -603,7 +605,8 @@ TEST(ema_life, own_load) {
     lab_run(2, NULL, own_load_rank, (void *)(uintptr_t)h_tmpdir());
 }
 
-/* While 16-bit weights wait, a frozen parameter gets room: the bits move with it. */
+/* While the average is swapped in, states of frozen parameters are reserved: the 16-bit weights
+   that the average keeps move with it. */
 static void hold_rank(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_ema *ema[NAMES];
@@ -624,8 +627,8 @@ TEST(ema_life, hold_while_swapped) {
     lab_run(2, NULL, hold_rank, NULL);
 }
 
-/* A parameter without elements is in no file, and loses nothing: a load with averages is silent, and one
-   without them counts the others. */
+/* A parameter without elements is in no file and loses nothing: a load with averages logs nothing,
+   and one without counts the other parameters only. */
 static void lost_rank(lab_rank *r) {
     fsdp_checkpoint_load_desc only = FSDP_ZERO;
     lab_built m = FSDP_ZERO;

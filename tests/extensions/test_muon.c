@@ -1,5 +1,5 @@
-/* test_muon.c - Muon on shards: against PyTorch and f64, the same bits on any number of ranks and on
-   any mesh, owners, flights, bytes and memory by formula, states, and what it refuses.
+/* test_muon.c - Muon on shards: compared with PyTorch and f64; equal bits on any number of ranks
+   and on any mesh; owners, buckets, bytes and memory by formula, states, and errors.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | GLOO | NCCL
@@ -11,12 +11,12 @@
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
-typedef struct { /* of a case, and of one step of all ranks */
+typedef struct { /* a case, and one step of it on all ranks */
     fsdp_muon_desc desc;
     double lr;
     int64_t rows, columns;
     uint64_t param, grad;
-    const double *before, *step, *torch, *buffer; /* [rows * columns] */
+    const double *before, *step, *torch, *buffer; /* [rows * columns] each */
     int number;
 } muon_step;
 
@@ -29,7 +29,7 @@ static void golden_rows(void *user, const fsdp_param_view *block) {
                                                         (uint64_t)fsdp_view_index(block, k), 1);
 }
 
-/* The difference of two arrays relative to the length of the update. */
+/* Returns the difference of two arrays relative to the length of the update. */
 static double apart(const float *got, const double *want, const double *before, int64_t numel) {
     double difference = 0, update = 0;
     for (int64_t i = 0; i < numel; i++) {
@@ -102,7 +102,7 @@ TEST(golden_muon, cases) {
             } else if (numel && golden_is(&g, "step")) {
                 const int k = (int)golden_int(&g);
                 CHECK(k >= 1 && k <= GOLDEN_STEPS);
-                all[k] = all[0]; /* the last one is the first of the next */
+                all[k] = all[0]; /* the last of a step is the first of the next */
                 golden_nums(&g, numel, numbers[0][k]);
             } else if (numel && golden_is(&g, "torch")) {
                 const int k = (int)golden_int(&g);
@@ -114,7 +114,7 @@ TEST(golden_muon, cases) {
                 all[k].torch = numbers[1][k], all[k].buffer = numbers[2][k];
             }
         }
-        if (!numel || g.error[0]) continue; /* EMA */
+        if (!numel || g.error[0]) continue; /* a case of EMA */
         cases++;
         for (int world = 1; world <= 3; world += 2) lab_run(world, NULL, train_case, all + 1);
     }
@@ -127,8 +127,8 @@ TEST(golden_muon, cases) {
 
 enum { NUM = 12, UNITS = 4, STEPS = 4 };
 
-/* Wide, tall, square, of one row, cut by columns, of more dims, without elements, not a multiple of
-   anything; and others, which are AdamW's. The tag is the group. */
+/* Wide, tall, square, with one row, sharded by columns, with more dims, without elements, with odd
+   sizes; and parameters for AdamW. The tag is the group. */
 static const lab_param rows_of[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 12}},  {0, "a.b", FSDP_F32, 0, 0, 1, 0, {7}},
     {0, "a.t", FSDP_F32, 0, 0, 2, 0, {13, 5}},  {1, "b.s", FSDP_F32, 1, 0, 2, 0, {8, 8}},
@@ -140,7 +140,7 @@ static const lab_net the_net = {rows_of, NUM, UNITS};
 
 typedef struct {
     const char *name;
-    int lanes, replicas, ddp, how; /* replicas: of HSDP; how: what they do */
+    int lanes, replicas, ddp, how; /* replicas: for HSDP; how: see fsdp_muon_desc.replicas */
     int64_t flight_bytes;
     fsdp_dtype dtype;
     int planned, columns;
@@ -148,7 +148,7 @@ typedef struct {
 
 typedef struct {
     const setting *s;
-    uint64_t bits; /* of rank 0: of all parameters after each step */
+    uint64_t bits; /* hash of all parameters after each step, on rank 0 */
     int64_t flights;
 } outcome;
 
@@ -156,7 +156,7 @@ static int group_of(void *user, const fsdp_param_view *v) {
     (void)user;
     return ((const lab_param *)v->user)->tag;
 }
-/* c.f is 12 x 5 by its number of columns; flattened it would be 4 x 15. */
+/* Returns 5 for c.f, which makes it 12 x 5; flattened it would be 4 x 15. */
 static int as_columns(void *user, const fsdp_param_view *v) {
     (void)user;
     return v->ndim == 3 ? 5 : v->ndim == 2;
@@ -175,7 +175,7 @@ static fsdp_muon_desc desc_of_net(const fsdp_world *w, const setting *s) {
     return d;
 }
 
-/* Gradients of few digits, so that the mean over the ranks, who all have the same, is exact. Some
+/* Gradients have few digits, so that the mean over ranks, which have equal ones, is exact. Some
    parameters have none in some steps. */
 static void backward(const lab_built *m, int step, int all) {
     lab_forwards(m);
@@ -237,7 +237,8 @@ static void train_net(lab_rank *r) {
         backward(&m, step, 0);
         if (step == STEPS - 1) before = w_allocations(r->heap);
         CALL(r->w, fsdp_muon_step(muon, 0.02 * (step + 1)));
-        if (step == STEPS - 1 && !getenv("FSDP_BACKEND")) /* there servers of the store allocate */
+        /* with a backend, servers of the store allocate */
+        if (step == STEPS - 1 && !getenv("FSDP_BACKEND"))
             CHECK_EQ_INT(w_allocations(r->heap), before);
         CALL(r->w, fsdp_adamw_step(adamw, 0.01));
         CALL(r->w, fsdp_zero_grad(m.model));
@@ -269,7 +270,8 @@ TEST_P(muon, same_bits, settings) {
         CHECK_MSG(bits_by(world, row) == want, "%d ranks have other bits than one", world);
 }
 
-/* A matrix of columns that the caller names is another one than the flattened one, on any ranks. */
+/* Columns that the caller names give another matrix than the flattened one, on any number of ranks.
+   */
 TEST(muon, columns_of_take) {
     static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0, 0};
     static const setting named = {"named", 0, 0, 0, 0, 400, 0, 0, 1};
@@ -288,10 +290,10 @@ TEST_P(muon, replicas, hsdp) {
     CHECK(bits_by(row->replicas * 2, row) == bits_by(1, &plain));
 }
 
-/* With microbatches, a scaler and clipping, and groups that change: the same bits on any ranks. What
-   clips does not bind, as norms depend on the ranks in their last bit. */
+/* Microbatches, a scaler, clipping and changing groups give equal bits on any number of ranks. The
+   clipping limit is never reached, as norms differ between numbers of ranks in the last bit. */
 typedef struct {
-    int with_scaler; /* and microbatches, and clipping */
+    int with_scaler; /* also with microbatches and clipping */
     uint64_t bits;
 } company;
 static void train_in_company(lab_rank *r) {
@@ -324,7 +326,7 @@ static void train_in_company(lab_rank *r) {
             CHECK(norm > 0 && !fsdp_grad_scaler_found_inf(scaler));
         }
         const uint64_t before = bits_of(&m, 1);
-        for (int k = 0; k < 2 && step == STEPS - 1; k++) { /* at last no group learns */
+        for (int k = 0; k < 2 && step == STEPS - 1; k++) { /* in the last step no group learns */
             g.lr_scale = 0, g.weight_decay = 0;
             CALL(r->w, fsdp_muon_set_group(muon, k, &g));
         }
@@ -350,7 +352,7 @@ TEST(muon, groups_scaler_clipping_microbatches) {
     CHECK(one[0].bits != one[1].bits);
 }
 
-/* What torch.optim.Muon has, if nothing is said. */
+/* The defaults are those of torch.optim.Muon. */
 TEST(muon, defaults) {
     const fsdp_muon_desc d = fsdp_muon_defaults();
     CHECK(d.weight_decay > 0.0999 && d.weight_decay < 0.1001);
@@ -363,7 +365,7 @@ TEST(muon, defaults) {
     CHECK_EQ_INT(d.flight_bytes, 64 << 20);
 }
 
-/* A product that fails ends the world, with its status. */
+/* A product that fails ends the world with its status. */
 static fsdp_status no_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
                            const void *a, int64_t lda, int a_transposed, const void *b,
                            int64_t ldb, int b_transposed, float beta, void *c, int64_t ldc,
@@ -388,7 +390,7 @@ static void fail_to_multiply(lab_rank *r) {
 }
 TEST(muon, failing_product) { lab_run(1, NULL, fail_to_multiply, NULL); }
 
-/* A take that no longer takes a matrix, after a cast, is refused. */
+/* If take no longer takes a matrix after a cast, the step is refused. */
 static int takes_f32(void *user, const fsdp_param_view *v) {
     (void)user;
     return v->dtype == FSDP_F32;
@@ -409,7 +411,8 @@ static void take_changes(lab_rank *r) {
     CALL(r->w, fsdp_finalize_backward(model));
     REFUSED(r->w, fsdp_muon_step(muon, 0.02), "what it did when Muon was made");
 }
-/* What AdamW had frozen when it was made, and has now, Muon does not take, too. */
+/* AdamW was made while a matrix was frozen, and has it since the thaw: Muon does not take it as
+   well. */
 static void thawed_for_both(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 4, 4);
     p.frozen = 1;
@@ -426,13 +429,13 @@ TEST(muon, thawed_for_both) { lab_run(1, NULL, thawed_for_both, NULL); }
 
 TEST(muon, take_changes) { lab_run(1, NULL, take_changes, NULL); }
 
-/* ---- owners, flights, bytes and memory, computed once more ------------------------------------ */
+/* ---- owners, buckets, bytes and memory, computed once more ----------------------------------- */
 
 enum { MATRICES = 10 };
 
 typedef struct {
     const char *name;
-    int64_t shapes[MATRICES][2]; /* {0, 0}: no more */
+    int64_t shapes[MATRICES][2]; /* {0, 0}: end of the list */
     int64_t flight_bytes;
     fsdp_dtype dtype;
 } plan_row;
@@ -448,10 +451,10 @@ static const plan_row plans[] = {
 
 typedef struct {
     int num, flights, owner[MATRICES], flight[MATRICES];
-    int64_t part[MATRICES], sent, most; /* elements: of flights, of all, of the largest */
+    int64_t part[MATRICES], sent, most; /* elements: of each bucket, of all, of the largest */
 } expected_plan;
 
-/* The longest matrix goes to the owner with the least work; then, from the last matrix on, a flight
+/* The longest matrix goes to the owner with the least work. Then, from the last matrix on, a bucket
    ends where an owner would have too much. */
 static void expect_plan(const plan_row *row, int ranks, expected_plan *e) {
     double work[8] = {0};
@@ -533,7 +536,7 @@ static void check_plan(lab_rank *r) {
         CHECK_EQ_INT(after.pool_bytes[pool], sent + room);
         CHECK_EQ_INT(fsdp_muon_nbytes(muon), after.host_bytes - before.host_bytes + sent + room);
     }
-    /* records and bytes of a step */
+    /* ops and bytes of a step */
     lab_watch(&log, r->w, model);
     lab_forward(r->w, unit);
     CALL(r->w, fsdp_pre_backward(unit));
@@ -552,10 +555,10 @@ static void check_plan(lab_rank *r) {
     CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.flights : 0);
     CHECK_EQ_INT((int64_t)bytes, 2 * (ranks - 1) * e.sent * size);
     if (!strcmp(row->name, "equal") && 12 % ranks == 0 &&
-        e.num % ranks == 0) /* the least there is */
+        e.num % ranks == 0) /* the minimum */
         CHECK_EQ_INT((int64_t)bytes * ranks * ranks, 2 * (ranks - 1) * e.num * 12 * 8 * size);
     CHECK_EQ_INT(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL), 2 * 5 * mine);
-    /* flight i+1 is sent before flight i is computed */
+    /* bucket i+1 is sent before bucket i is computed */
     int sent_at[MATRICES] = {0}, flight = 0;
     for (int n = first; ranks > 1 && n < log.num && flight < e.flights; n++)
         if (log.ops[n].kind == FSDP_OP_ALL_TO_ALL) sent_at[flight++] = n;
@@ -575,7 +578,7 @@ TEST_P(muon, owners_flights_bytes, plans) {
         lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
 }
 
-/* Of each of two owners two matrices have just flight_bytes: one flight. */
+/* The two matrices of each of two owners fill flight_bytes exactly: one bucket. */
 static void full_flight(lab_rank *r) {
     for (int less = 0; less < 2; less++) {
         fsdp_muon_desc d = lab_muon_defaults(r->w);
@@ -594,14 +597,14 @@ static void full_flight(lab_rank *r) {
 }
 TEST(muon, full_flight) { lab_run(2, NULL, full_flight, NULL); }
 
-/* ---- HSDP: bytes decide ----------------------------------------------------------------------- */
+/* ---- HSDP: bytes decide ---------------------------------------------------------------------- */
 
 static void check_replicas(lab_rank *r) {
     static const struct {
         int replicas, how, spreads;
     } rows[] = {{2, FSDP_MUON_BY_BYTES, 1},
                 {2, FSDP_MUON_ALL_EACH, 0},
-                {4, FSDP_MUON_BY_BYTES, 0}, /* nothing is sent if each computes all */
+                {4, FSDP_MUON_BY_BYTES, 0}, /* nothing is sent if each rank computes all */
                 {4, FSDP_MUON_A_PART_EACH, 1}};
     for (int i = 0; i < 4; i++) {
         setting s = {"", 0, rows[i].replicas, 0, rows[i].how, 0, 0, 0, 0};
@@ -619,9 +622,9 @@ static void check_replicas(lab_rank *r) {
 }
 TEST(muon, replicas_by_bytes) { lab_run(4, NULL, check_replicas, NULL); }
 
-/* ---- freeze and thaw; states ------------------------------------------------------------------ */
+/* ---- freeze and thaw; states ----------------------------------------------------------------- */
 
-/* A matrix that is frozen keeps its momentum, and goes on with it. */
+/* A frozen matrix keeps its momentum, and uses it after a thaw. */
 static void freeze(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
     static __thread char full[2][LAB_NUMEL * 8];
@@ -691,7 +694,7 @@ TEST(muon, checkpoints) {
     }
 }
 
-/* The state of torch.optim.Muon is momentum_buffer alone: such a file is all that a load needs. */
+/* The state of torch.optim.Muon is momentum_buffer only: a load needs no more than such a file. */
 enum { TORCH_ROWS = 5, TORCH_COLUMNS = 4, TORCH_NUMEL = TORCH_ROWS * TORCH_COLUMNS };
 static void write_as_torch(const char *path) {
     float data[2 * TORCH_NUMEL];
@@ -741,7 +744,7 @@ TEST(muon, loads_the_state_of_torch) {
     for (int world = 1; world <= 3; world++) lab_run(world, NULL, load_of_torch, path);
 }
 
-/* ---- what it refuses -------------------------------------------------------------------------- */
+/* ---- what it refuses ------------------------------------------------------------------------- */
 
 static int takes_all(void *user, const fsdp_param_view *v) { return (void)user, v != NULL; }
 static int takes_seven_columns(void *user, const fsdp_param_view *v) {
@@ -823,7 +826,7 @@ static void refuse_tp(lab_rank *r) {
 }
 TEST(muon, refuses_tensor_parallelism) { lab_run(4, NULL, refuse_tp, NULL); }
 
-/* A mesh with a dim of one rank cuts nothing. */
+/* A mesh dim of one rank shards nothing. */
 static void tp_of_one(lab_rank *r) {
     fsdp_mesh *mesh = lab_mesh2(r->w, r->size, 1, "dp", "tp");
     fsdp_mesh_info info;
@@ -839,7 +842,7 @@ static void tp_of_one(lab_rank *r) {
 }
 TEST(muon, tensor_parallelism_of_one_rank) { lab_run(2, NULL, tp_of_one, NULL); }
 
-/* Without a matrix there is nothing to update, and nothing is wrong. */
+/* Without a matrix there is nothing to update, and no warning. */
 static __thread int warnings;
 static void count_warnings(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)code, (void)rank, (void)text, (void)user;
@@ -874,7 +877,7 @@ static void both_have(lab_rank *r) {
     fsdp_ema *ema;
     lab_built m;
     build(r, &s, &m);
-    CALL(r->w, fsdp_ema_create(m.model, NULL, &ema)); /* which updates no weights */
+    CALL(r->w, fsdp_ema_create(m.model, NULL, &ema)); /* it updates no weights */
     CALL(r->w, fsdp_adamw_create(m.model, NULL, &adamw));
     refused(r, m.model, &d, FSDP_ERR_INVALID_ARG,
             "[E9020] muon_create: adamw has parameter 'a.w' of unit 'unit0' already, and muon would");
@@ -896,7 +899,7 @@ static void both_have(lab_rank *r) {
 }
 TEST(muon, one_optimizer_each) { lab_run(2, NULL, both_have, NULL); }
 
-/* Each allocation of create fails once: create fails, and nothing is left of it. */
+/* Each allocation of create fails once: create fails, and leaves nothing. */
 static void short_of_memory(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 400, 0, 0, 0};
     const fsdp_muon_desc d = desc_of_net(r->w, &s);
@@ -915,7 +918,7 @@ static void short_of_memory(lab_rank *r) {
     CHECK(n > 3);
     backward(&m, 0, 1);
     CALL(r->w, fsdp_muon_step(muon, 0.1));
-    /* After a freeze, too: then nothing has changed, and the next step makes it good. */
+    /* If it fails after a freeze, nothing has changed, and the next step works. */
     CALL(r->w, fsdp_zero_grad(m.model));
     lab_freeze(&m, 0, 1);
     backward(&m, 1, 1);

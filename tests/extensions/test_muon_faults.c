@@ -1,7 +1,7 @@
-/* test_muon_faults.c - a rank that dies or stops in the middle of a flight of matrices, has another
-   learning rate, or takes other matrices: the others end within their deadline, with a status and a
-   text that name muon_step and the rank. Ranks are processes on the backend of FSDP_BACKEND: shared
-   memory, Gloo, and NCCL on the stand-ins of tests/stubs.
+/* test_muon_faults.c - a rank dies or stops within a bucket of matrices, has another learning rate,
+   or takes other matrices: the others end within their deadline, with a status and a text that name
+   muon_step and the rank. Ranks are processes on the backend of FSDP_BACKEND: shared memory, Gloo,
+   and NCCL on the stubs of tests/stubs.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | GLOO | NCCL | AT_NIGHT(ASAN)
@@ -18,12 +18,12 @@ typedef struct {
     fsdp_model *model;
     fsdp_unit *unit[MATRICES];
     fsdp_muon *muon;
-    int step, exchanges; /* of this step */
+    int step, exchanges; /* exchanges: in this step */
 } trainer;
 
-static int how; /* a signal for the victim in a flight; 0: none */
+static int how; /* signal for the victim within a bucket; 0: none */
 
-/* Before the third all_to_all of a step: the first flight has travelled there, and the second. */
+/* Acts before the third all_to_all of a step: the first two buckets have been sent. */
 static int watch(void *user, fsdp_model *model, fsdp_op *op) {
     trainer *t = (trainer *)user;
     (void)model;
@@ -50,7 +50,7 @@ static fsdp_status make_trainer(trainer *t) {
         TRY(fsdp_fully_shard(t->model, &ud, &t->unit[i]));
     }
     TRY(fsdp_init_params(t->model, first_values, NULL));
-    d.flight_bytes = 1; /* one matrix of each owner */
+    d.flight_bytes = 1; /* one matrix per owner */
     if (on_nccl()) d.gemm = lab_gemm;
     if (t->j->other == -2 && is_victim(t->j, fsdp_rank(t->world))) d.take = takes_less;
     TRY(fsdp_muon_create(t->model, &d, &t->muon));
@@ -136,11 +136,11 @@ TEST_P(muon_faults, rank_stops_in_a_flight, wheres) {
     all_know(j, j->victim, 1500 + j->timeout_ms);
 }
 
-/* Ranks that have given other numbers than each other are told at once, all of them. */
+/* Ranks with different settings all get an error at once. */
 static void nothing(job *j, fsdp_world *world) { (void)j, (void)world; }
 TEST_P(muon_faults, another_learning_rate, wheres) {
     job *j = make_job(row, 5000);
-    if (on_nccl() && j->lanes) return; /* without comparison */
+    if (on_nccl() && j->lanes) return; /* not compared */
     j->quirk = nothing;
     start(j);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");

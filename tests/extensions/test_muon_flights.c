@@ -1,6 +1,6 @@
-/* test_muon_flights.c - flights of matrices that overlap: on the simulated device without a race, and
-   nearly all of the travels beside the products; with lanes the next flight has arrived before the
-   present one is computed; and the same bits if any of the exchanges or products is late.
+/* test_muon_flights.c - buckets of matrices that overlap: on the simulated device without a race,
+   with nearly all exchanges hidden by products; with worker threads the next bucket arrives before
+   the present one is computed; and the bits do not change if any exchange or product is late.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
@@ -8,11 +8,11 @@
 #include "lab_net.h"
 #include "sim.h"
 
-/* ---- the simulated device ---------------------------------------------------------------------- */
+/* ---- the simulated device -------------------------------------------------------------------- */
 
 enum { UNITS = 4, NUM = 13, STEPS = 3 };
 
-/* Of the matrices of one row whole flights are without elements on all ranks but the first. */
+/* Buckets of the matrices with one row have no elements on any rank but the first. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {12, 8}}, {0, "a.t", FSDP_F32, 0, 0, 2, 0, {13, 5}},
     {0, "a.b", FSDP_F32, 0, 0, 1, 0, {7}},     {1, "b.w", FSDP_F32, 0, 0, 2, 0, {12, 8}},
@@ -25,7 +25,8 @@ static const lab_net net = {rows, NUM, UNITS};
 
 typedef struct {
     const char *name;
-    int world, rank, replicas, mixed; /* mixed: units 1 and 3 are not sharded, or by other ranks */
+    /* mixed: units 1 and 3 are not sharded, or over other ranks */
+    int world, rank, replicas, mixed;
     fsdp_dtype dtype;
 } place;
 
@@ -33,13 +34,13 @@ typedef struct {
     sim s;
     lab_built m;
     fsdp_muon *muon;
-    int64_t product_ns;                    /* how long a product takes */
-    int used;                              /* the parameter that has a gradient; else SOME or ALL */
-    uint64_t exchanges, gathers, received; /* of a step of Muon */
+    int64_t product_ns;                    /* duration of a product */
+    int used;                              /* the only parameter with a gradient, or SOME or ALL */
+    uint64_t exchanges, gathers, received; /* in a step of Muon */
 } device;
 enum { SOME = -1, ALL = -2, NONE = -3 };
 
-/* On what the addresses of the device stand for; the host's product, at once. */
+/* Runs the host's product at once, on the host memory of the simulated device addresses. */
 static fsdp_status product(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
                            const void *a, int64_t lda, int a_transposed, const void *b, int64_t ldb,
                            int b_transposed, float beta, void *c, int64_t ldc, fsdp_dtype dtype) {
@@ -50,7 +51,7 @@ static fsdp_status product(void *user, void *stream, int64_t m, int64_t n, int64
     sim_called(&d->s, stream, "product", a, m * k * size, 0);
     sim_called(&d->s, stream, "product", b, n * k * size, 0);
     sim_called(&d->s, stream, "product", c, m * n * size, 1);
-    if (dtype != FSDP_F32) return FSDP_OK; /* numbers do not matter */
+    if (dtype != FSDP_F32) return FSDP_OK; /* the values do not matter */
     return fsdp_host_gemm(room, NULL, m, n, k, alpha, sim_host(&d->s, a), lda, a_transposed,
                           sim_host(&d->s, b), ldb, b_transposed, beta, sim_host(&d->s, c), ldc,
                           dtype);
@@ -118,7 +119,7 @@ static void train_step(device *d, int step) {
     CALL(d->m.w, fsdp_zero_grad(d->m.model));
 }
 
-/* Races of a training; the wait `ignored` of all that its steps of Muon make does nothing. */
+/* Returns the races of a training. The wait number `ignored` of Muon's steps has no effect. */
 static int races_of(const place *p, int64_t ignored, int64_t *waits) {
     device *d = (device *)lab_zeros(1, sizeof *d);
     set_up(d, p);
@@ -147,7 +148,7 @@ TEST_P(muon_flights, no_race, places, NO(TSAN)) {
     CHECK(seen > waits / 2);
 }
 
-/* What a device and an extension see of an update. */
+/* Checks an update as a device and an extension see it. */
 static void see_update(void *user, const fsdp_op *op) {
     const fsdp_update *u = (const fsdp_update *)op->list;
     uint64_t count = 0, bytes = 0;
@@ -164,7 +165,7 @@ static void see_update(void *user, const fsdp_op *op) {
     CHECK(count == op->count && bytes == op->bytes && count > 0);
 }
 
-/* A flight of which no matrix has a gradient does not travel; describe tells what all send. */
+/* A bucket without a gradient is not sent; describe states the bytes of all ranks. */
 TEST_P(muon_flights, records, places, NO(TSAN)) {
     device *d = (device *)lab_zeros(1, sizeof *d);
     char text[400], want[80];
@@ -175,7 +176,7 @@ TEST_P(muon_flights, records, places, NO(TSAN)) {
     d->used = NUM - 1;
     train_step(d, 0);
     if (!row->mixed) CHECK(d->exchanges == 2 && d->gathers == (uint64_t)gathers);
-    if (row->mixed) CHECK(d->exchanges == 0 && d->gathers == 1); /* replicas of all of it */
+    if (row->mixed) CHECK(d->exchanges == 0 && d->gathers == 1); /* all ranks are replicas for it */
     d->used = NONE;
     train_step(d, 1);
     CHECK(d->exchanges == 0 && d->gathers == 0 && d->received == 0);
@@ -190,8 +191,8 @@ TEST_P(muon_flights, records, places, NO(TSAN)) {
     free(d);
 }
 
-/* Six flights of a matrix for each of two owners, whose products take longer than two travels: all
-   travels but the first and the last are beside products. The clock is simulated. */
+/* Six buckets with a matrix for each of two owners. A product takes longer than two exchanges, so
+   that products hide all exchanges but the first and the last. The clock is simulated. */
 TEST(muon_flights, travel_beside_products, NO(TSAN)) {
     enum { MATRICES = 12, TRAVEL_NS = 1000000, PRODUCT_NS = 200000 };
     device *d = (device *)lab_zeros(1, sizeof *d);
@@ -227,18 +228,21 @@ TEST(muon_flights, travel_beside_products, NO(TSAN)) {
     free(d);
 }
 
-/* ---- lanes ------------------------------------------------------------------------------------- */
+/* ---- lanes ----------------------------------------------------------------------------------- */
 
-enum { MATRICES = 8, SIDE = 6, LATE = 24 }; /* late: places at which something may be late */
+/* LATE: number of places at which something may be late */
+enum { MATRICES = 8, SIDE = 6, LATE = 24 };
 
 typedef struct {
-    lab_guard guard; /* of its comms */
-    int rank, late;  /* the rank waits before exchange number `late`, or product LATE/2 + that */
+    lab_guard guard; /* for its comms */
+    /* the rank waits before exchange number `late`, or before the products of bucket `late` -
+       LATE/2 */
+    int rank, late;
     int arrived, begun, flights, products, waits;
     uint64_t bits;
 } traveller;
 
-static traveller *travellers; /* of each rank */
+static traveller *travellers; /* one for each rank */
 static int late_rank;
 
 static int is_late(const traveller *t, int number) {
@@ -259,8 +263,8 @@ static fsdp_status run_exchange(fsdp_comm *comm, const fsdp_coll *coll) {
     return status;
 }
 
-/* The first product of flight i: with `waits` all that has been sent arrives while it waits here: u
-   of flights 0 to i+1, and x of those before i. */
+/* Before the first product of bucket i, with `waits`, waits until all sent data has arrived: u of
+   buckets 0 to i+1, and x of those before i. */
 static fsdp_status patient_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                                    float alpha, const void *a, int64_t lda, int a_transposed,
                                    const void *b, int64_t ldb, int b_transposed, float beta,
@@ -331,14 +335,14 @@ static uint64_t travel_by(int world, int waits, int rank, int late) {
     return bits;
 }
 
-/* If a flight did not travel while another is computed, this would wait forever. */
+/* If no bucket were sent while another is computed, this would wait forever. */
 TEST(muon_flights, arrive_while_computed) {
     const uint64_t one = travel_by(1, 0, -1, 0);
     CHECK(travel_by(2, 1, -1, 0) == one);
     CHECK(travel_by(4, 1, -1, 0) == one);
 }
 
-/* Each exchange and each flight's products in turn are late on each rank in turn. */
+/* Each exchange and each bucket's products in turn are late, on each rank in turn. */
 TEST(muon_flights, late, SLOW) {
     const uint64_t one = travel_by(1, 0, -1, 0);
     for (int rank = 0; rank < 2; rank++)

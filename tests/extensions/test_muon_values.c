@@ -1,6 +1,6 @@
-/* test_muon_values.c - Muon beside a slow model in f64, element by element: parameters and matrices
-   of each dtype, matrices of any shape cut along any dim, on any mesh, frozen, thawed and unused;
-   and the same bits on each of these meshes.
+/* test_muon_values.c - Muon compared with a slow model in f64, element by element: parameters and
+   matrices of each dtype, matrices of any shape sharded along any dim, on any mesh, frozen, thawed
+   and unused; and equal bits on each of these meshes.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS
@@ -25,7 +25,8 @@ static void add_row(int ndim, int64_t a, int64_t b, int64_t c, int64_t d, int sh
     rows[num_rows++] = r;
 }
 
-/* Each small shape cut along each dim, shapes without elements, larger ones; vectors are others'. */
+/* Makes each small shape sharded along each dim, shapes without elements, and larger ones; vectors
+   are not Muon's. */
 static void make_rows(void) {
     static const int64_t sizes[] = {1, 2, 3, 5};
     static const int64_t cubes[][4] = {{2, 3, 2, 0}, {1, 1, 4, 0}, {3, 1, 2, 0}, {5, 2, 1, 0},
@@ -50,25 +51,26 @@ static void make_rows(void) {
 
 typedef struct {
     const char *name;
-    fsdp_dtype dtype, grads, travels; /* of parameters; of reduced gradients; of u and x */
+    /* dtype of parameters; of reduced gradients; of u and x when sent */
+    fsdp_dtype dtype, grads, travels;
     int adjust, plain, ns_steps;      /* plain: without nesterov */
-    int columns;                      /* desc.take says how many */
+    int columns;                      /* desc.take returns the number of columns */
     int64_t flight_bytes;
-    int narrow;    /* products are of bf16 */
-    uint64_t bits; /* recorded with FMA and gcc -O2, of one rank; 0: the test computes products */
+    int narrow;    /* products are in bf16 */
+    uint64_t bits; /* recorded with FMA and gcc -O2, on one rank; 0: the test computes products */
 } setting;
 
-enum { PLANNED = 1, STEADY };    /* STEADY: the steps of a plan, without it */
+enum { PLANNED = 1, STEADY };    /* STEADY: the steps of a plan, without the plan */
 enum { FLAT, HSDP, DDP, MIXED }; /* mesh; MIXED: units have different ones */
 
 typedef struct {
     const setting *s;
     int mesh, how, lanes, planned;
     uint64_t bits;
-    double worst; /* difference from the model, in elements of x */
+    double worst; /* largest difference from the model, in elements of x */
 } outcome;
 
-/* Of how many columns a matrix is; 0: it is none. */
+/* Returns the number of columns of a matrix; 0: not a matrix. */
 static int64_t columns_of(const setting *s, const row_of *r) {
     const int64_t numel = numel_of(r), last = r->shape[r->ndim - 1];
     if (r->ndim == 1) return s->columns && numel == 12 ? 4 : 0;
@@ -84,16 +86,16 @@ static int take_columns(void *user, const fsdp_param_view *v) {
     return (int)columns;
 }
 
-/* ---- the model --------------------------------------------------------------------------------- */
+/* ---- the model ------------------------------------------------------------------------------- */
 
 typedef struct {
     float momentum[MOST_ROWS][MOST];
     char was[MOST_ROWS][MOST * 4], now[MOST_ROWS][MOST * 4];
-    double x[MOST_ROWS][MOST]; /* of this step */
+    double x[MOST_ROWS][MOST]; /* update of this step */
     int updated[MOST_ROWS], frozen[MOST_ROWS];
 } truth;
 
-/* y = a of m x k times b of k x n, or its transpose */
+/* y = a (m x k) times b (k x n), or times the transpose of b */
 static void multiply(double *y, const double *a, const double *b, int64_t m, int64_t n, int64_t k,
                      int transposed) {
     for (int64_t i = 0; i < m; i++)
@@ -108,7 +110,7 @@ static void transpose(double *y, const double *x, int64_t r, int64_t c) {
     for (int64_t i = 0; i < r * c; i++) y[i % c * r + i / c] = x[i];
 }
 
-/* The matrix x made orthogonal, of whatever shape: by the wide one. */
+/* Orthogonalizes x, of any shape, as a wide matrix. */
 static void orthogonalize(double *x, int64_t r, int64_t c, int ns_steps) {
     double wide[MOST], s[MOST], t[MOST], y[MOST], norm = 0;
     const int64_t n = r < c ? r : c, m = r < c ? c : r;
@@ -129,9 +131,10 @@ static void orthogonalize(double *x, int64_t r, int64_t c, int ns_steps) {
     else memcpy(x, wide, sizeof wide);
 }
 
-/* Few digits, so that each dtype has them; in the first step some are zeros. For products of bf16 near
-   4 times the unit matrix: else what is rounded grows with the quotient of the singular values. */
-static int poisoned = -1; /* this parameter's first gradient is none */
+/* Gradients have few digits, so that each dtype has them exactly; in the first step some are zero.
+   For products in bf16 they are near 4 times the identity: otherwise rounding errors grow with the
+   ratio of the singular values. */
+static int poisoned = -1; /* the parameter whose first gradient is a NaN */
 static double gradient(const setting *s, int step, int p, int64_t i) {
     const double x = (double)(lab_hash((uint64_t)step, (uint64_t)p, (uint64_t)i, 3) % 127) / 16 - 4;
     const int64_t columns = columns_of(s, &rows[p]);
@@ -139,12 +142,12 @@ static double gradient(const setting *s, int step, int p, int64_t i) {
     if (step == 0 && p % 11 == 5) return 0;
     return s->narrow && columns ? (i / columns == i % columns ? 4 : x / 32) : x;
 }
-static int steady; /* all steps are alike, for a plan */
+static int steady; /* all steps are equal, for a plan */
 static int uses(int step, int p) { return steady || (step + p) % 5 != 0; }
 static double rate_of(int step) { return 0.02 * (step + 1); }
 
 LAB_PRECISE_BEGIN
-/* The momentum has the bits of these operations; u, too. */
+/* The momentum and u have the bits of these operations. */
 static void advance(const setting *s, truth *t, int step, int p) {
     const double momentum = 0.95;
     volatile float weight = (float)(1 - momentum), rest = (float)momentum, d, product;
@@ -167,8 +170,8 @@ static void update(const setting *s, truth *t, int step, int p) {
     orthogonalize(t->x[p], numel / columns, columns, s->ns_steps ? s->ns_steps : 5);
 }
 
-/* A parameter after a step: what the model makes of what it was before. An element of x may be 5e-5
-   off, and 2^-8 of itself if it travelled as bf16; the last step rounds three times. */
+/* Checks a parameter after a step against the model. An element of x may be off by 5e-5, and by a
+   relative 2^-8 if it was sent as bf16; the last step rounds three times. */
 static void compare(outcome *o, const truth *t, int step, int p) {
     const setting *s = o->s;
     const fsdp_dtype dtype = s->dtype;
@@ -203,7 +206,7 @@ static void compare(outcome *o, const truth *t, int step, int p) {
             sqrt(difference / length));
 }
 
-/* A product of bf16: sums are not rounded on the way. */
+/* A product in bf16: only the sums are rounded, at the end. */
 static fsdp_status narrow_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                                float alpha, const void *a, int64_t lda, int a_transposed,
                                const void *b, int64_t ldb, int b_transposed, float beta, void *c,
@@ -223,7 +226,7 @@ static fsdp_status narrow_gemm(void *user, void *stream, int64_t m, int64_t n, i
     return FSDP_OK;
 }
 
-/* ---- the library -------------------------------------------------------------------------------- */
+/* ---- the library ----------------------------------------------------------------------------- */
 
 static int group_of(void *user, const fsdp_param_view *v) {
     (void)user;
@@ -402,7 +405,7 @@ static int has_fma(void) {
 #endif
 }
 
-/* On one rank a travel as bf16 rounds, too. */
+/* On one rank x is rounded to bf16 as well if it would be sent so. */
 TEST_P(muon_values, ranks, settings) {
     const uint64_t one = bits_of(row, 1, FLAT, 0, 0, 0);
     CHECK_MSG(one == row->bits || row->narrow || !has_fma(),
@@ -440,8 +443,8 @@ TEST_P(muon_values, meshes, meshes, row->world > 4 ? MANY_RANKS | AT_NIGHT(GLOO)
                   "%s has other bits than on one rank", some[k].name);
 }
 
-/* Three steps; what comes between them with `odd` is made good, and leaves no trace. `without`: this
-   parameter is not looked at. */
+/* Three steps. With `odd` detours come in between, which must leave no trace. `without`: a
+   parameter that is not compared. */
 typedef struct {
     int odd, without;
     uint64_t bits;
@@ -457,17 +460,17 @@ static void go_astray(const lab_rank *r, truth *t, fsdp_model *model, fsdp_unit 
                       fsdp_muon *muon, int step) {
     static const setting plain = {"", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     fsdp_ema *ema;
-    if (step == 0) { /* what it cannot have */
+    if (step == 0) { /* dtypes that Muon cannot have */
         CALL(r->w, fsdp_model_cast(model, FSDP_F64));
         REFUSED(r->w, fsdp_muon_step(muon, 0.1), "[E9010] muon_step: Muon would take parameter");
         CALL(r->w, fsdp_model_cast(model, FSDP_F32));
-    } else if (step == 1) { /* nothing to do */
+    } else if (step == 1) { /* nothing to update */
         freeze_matrices(r, t, unit, 1);
         backward(r, &plain, t, model, unit, 7);
         CALL(r->w, fsdp_muon_step(muon, 0.1));
         CALL(r->w, fsdp_zero_grad(model));
         freeze_matrices(r, t, unit, 0);
-    } else { /* the weights are elsewhere */
+    } else { /* the weights are swapped out */
         CALL(r->w, fsdp_ema_create(model, NULL, &ema));
         CALL(r->w, fsdp_ema_swap(ema));
         REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_muon_step(muon, 0.1),
@@ -515,7 +518,7 @@ TEST(muon_values, detours) {
     }
 }
 
-/* A gradient that is no number makes all of its matrix that, and touches no other one. */
+/* A gradient that is NaN makes all of its matrix NaN, and affects no other one. */
 TEST(muon_values, poisoned) {
     static const int which[] = {5, 31, 50, 63, 66};
     make_rows();
@@ -530,8 +533,8 @@ TEST(muon_values, poisoned) {
     }
 }
 
-/* The pool, to the byte: flights of a matrix of 10 x 7, of which a rank has 5 rows, or all; and room
-   for products: a norm, two matrices and two squares, and what the product packs. */
+/* The pool, to the byte: buckets of a 10 x 7 matrix, of which a rank has 5 rows or all; and memory
+   for products: a norm, two matrices, two squares, and the packed operands. */
 typedef struct {
     int mesh, how;
     int64_t bytes;
@@ -558,7 +561,7 @@ static void measure(lab_rank *r) {
     CHECK_EQ_INT(memory.pool_bytes[fsdp_pool_register(model, "muon")], row->bytes);
     CHECK(fsdp_muon_describe(NULL, text, sizeof text) > 0 && strstr(text, "muon: 0 matrices"));
 }
-TEST(muon_values, memory, NO(ASAN)) { /* which has no buffers that touch */
+TEST(muon_values, memory, NO(ASAN)) { /* there buffers have gaps */
     const int64_t shard = 5 * 7 * 4, whole = 10 * 7 * 4;
     const int64_t room = 64 + 2 * round_up(whole) + 2 * round_up(7 * 7 * 4) + FSDP_HOST_GEMM_BYTES;
     const memory_row all[] = {

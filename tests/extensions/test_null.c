@@ -1,6 +1,6 @@
-/* test_null.c - public functions of the core and of all extensions, each with one argument that is
-   NULL or wrong and others that belong to a world: the failure is one line of this world's log with
-   the function's name, and the text of fsdp_last_error.
+/* test_null.c - calls public functions of the core and of all extensions with one argument that is
+   NULL or wrong, and others that belong to a world: the failure is one line in this world's log
+   with the function's name, and the text of fsdp_last_error.
 
    SPDX-License-Identifier: MIT */
 #define TAGS ASAN
@@ -28,7 +28,7 @@ static void hear(int level, fsdp_status code, int rank, const char *text, void *
     snprintf(heard.text, sizeof heard.text, "%s", text);
 }
 
-/* `call`: the text of a call of fsdp_NAME, or what the library names instead. */
+/* `call`: the text of a call of fsdp_NAME, or the name that the library reports instead. */
 static void told(int line, fsdp_world *w, fsdp_status status, const char *call) {
     char name[64], last[1024];
     const char *at = strncmp(call, "fsdp_", 5) ? call : call + 5;

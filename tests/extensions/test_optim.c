@@ -1,5 +1,5 @@
-/* test_optim.c - AdamW and SGD: kernels against PyTorch and against a slow model bit by bit, then
-   optimizers of models on 1 to 4 ranks against the same kernels on whole tensors.
+/* test_optim.c - AdamW and SGD: kernels compared with PyTorch and with a slow model bit by bit,
+   then optimizers of models on 1 to 4 ranks compared with these kernels on full tensors.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | VALGRIND
@@ -9,7 +9,7 @@
 #include "library.c"
 #include "lab_net.h"
 
-enum { MOST = 1100 }; /* elements: more than two of the kernels' blocks */
+enum { MOST = 1100 }; /* elements: more than two blocks of the kernels */
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
@@ -65,7 +65,7 @@ TEST(golden_optim, kernels, NO(VALGRIND)) {
     while (golden_case(&g)) {
         while (golden_line(&g)) {
             if (golden_is(&g, "opt")) read_opt(&r, &g), runs++;
-            else if (golden_is(&g, "clip")) break; /* below */
+            else if (golden_is(&g, "clip")) break; /* read below */
             else if (golden_is(&g, "tensor")) read_tensor(&r, &g);
             else if (golden_is(&g, "step")) {
                 int64_t last = golden_int(&g);
@@ -159,14 +159,14 @@ TEST_P(optim, adamw_vectors, vectors) {
 
 /* ---- kernels against a slow model ------------------------------------------------------------ */
 
-/* Every result goes through one of these, so that it is rounded to the type; all inputs are
-   volatile, so that no compiler looks behind them. */
+/* Every result passes through one of these, which rounds it to the type. Intermediate values are
+   volatile, so that no compiler optimizes across them. */
 static double round_to(int wide, double x) {
     volatile float f = (float)x;
     return wide ? x : (double)f;
 }
 static double add(int wide, double a, double b) {
-    volatile double x = a + b; /* of two f32: rounding twice gives what rounding once does */
+    volatile double x = a + b; /* rounding a sum of two f32 twice equals rounding it once */
     return round_to(wide, x);
 }
 static double mul(int wide, double a, double b) {
@@ -215,8 +215,8 @@ static const struct {
     fsdp_dtype dtype;
 } dtypes[] = {{"f32", FSDP_F32}, {"f64", FSDP_F64}, {"bf16", FSDP_BF16}, {"f16", FSDP_F16}};
 
-/* Random settings, three steps; the last piece of the array is a run of any length. Gradients of
-   any dtype, converted to the type of the arithmetic first. */
+/* Random settings, three steps; the last part of the array is a span of any length. Gradients have
+   any dtype and are first converted to the type of the arithmetic. */
 TEST_P(optim, kernels, dtypes) {
     static double p_[MOST + 1], g[MOST], m[MOST + 1], v[MOST + 1], want[MOST];
     char *p = (char *)p_;
@@ -262,7 +262,7 @@ TEST_P(optim, kernels, dtypes) {
             }
             elements += count;
         }
-        CHECK(p[count * size] == 0x77); /* nothing behind the end */
+        CHECK(p[count * size] == 0x77); /* nothing is written after the end */
     }
     h_message("%s: %lld updates", row->name, (long long)elements);
 }
@@ -300,8 +300,8 @@ TEST(optim, kernels_refuse) {
 
 enum { NUM = 13, UNITS = 4, STEPS = 6, BIG = 256 };
 
-/* Uneven, empty on some ranks, without elements, sharded by columns, direct with direct_min 1. The
-   tag is the group. */
+/* Uneven parameters, empty on some ranks, without elements, sharded by columns, direct with
+   direct_min 1. The tag is the group. */
 static const lab_param net[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},  {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3}},
     {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},  {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
@@ -312,22 +312,23 @@ static const lab_param net[NUM] = {
     {3, "d.b", FSDP_BF16, 1, 0, 1, 0, {2}}};
 static const lab_net the_net = {net, NUM, UNITS};
 
-/* Do ranks use parameter p in a step? */
+/* Returns 1 if ranks use parameter p in a step. */
 static int uses(int step, int p) {
     return (step + p) % 3 != 0 || p == 9;
 }
 
-typedef struct { /* one rank's test */
+typedef struct { /* test of one rank */
     int rank, world, kind, lanes, offload;
     fsdp_dtype grad_dtype;
     int64_t direct_min;
     fsdp_world *w;
     lab_built m;
-    int updates[NUM], known[NUM]; /* known: was trainable once */
+    int updates[NUM], known[NUM]; /* known: was once trainable */
     lab_optim o;
-    double scale[3], decay[3]; /* of groups */
+    double scale[3], decay[3]; /* of each group */
     w_heap *heap;
-    double full[NUM][BIG], first[NUM][BIG], second[NUM][BIG]; /* what has to come out: any dtype */
+    /* expected values, exact for any dtype */
+    double full[NUM][BIG], first[NUM][BIG], second[NUM][BIG];
 } job;
 
 static void fill_rows(void *user, const fsdp_param_view *block) {
@@ -367,7 +368,7 @@ static void backward(job *j, int step) {
     CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
-/* The optimizer, and what its groups are. */
+/* Makes the optimizer, and the expected settings of its groups. */
 static double same_decay(const job *j) {
     return !j->o.kind->sgd && !j->o.kind->grouped ? 0.01 : j->o.kind->weight_decay;
 }
@@ -380,7 +381,7 @@ static void make_optim(job *j) {
     }
 }
 
-/* The same update of whole tensors, with the gradients that the ranks have agreed on. */
+/* Updates full tensors in the same way, with the reduced gradients. */
 static void expect(job *j, double lr) {
     static __thread double g[BIG];
     for (int p = 0; p < NUM; p++) {
@@ -423,7 +424,7 @@ static void check_state(job *j, int p, const fsdp_param_view *view) {
     }
 }
 
-/* Every element of the flat blocks that belongs to no row is zero. */
+/* Checks that every element of the flat blocks outside all rows is zero. */
 static void check_padding(job *j) {
     for (fsdp_dtype d = 1; d < FSDP_DTYPE_COUNT; d++) {
         fsdp_flat flat;
@@ -478,7 +479,7 @@ static void train(job *j) {
     W_CHECK(w_allocations(j->heap) == before, "a step has allocated");
     int updated = 0;
     for (int p = 0; p < NUM; p++) updated += j->updates[p] > 0 && j->updates[p] < STEPS;
-    CHECK(updated > 2); /* some were skipped now and then */
+    CHECK(updated > 2); /* some parameters were skipped in some steps */
 }
 
 typedef struct {
@@ -495,11 +496,11 @@ static void on_rank(lab_rank *r) {
     j->kind = s->kind, j->lanes = s->lanes;
     j->direct_min = s->direct_min, j->grad_dtype = s->grad_dtype, j->offload = s->offload;
     s->body(j);
-    lab_end(r); /* the optimizers go with their worlds */
+    lab_end(r); /* each world destroys its optimizers */
     free(j);
 }
 
-/* What `more` leaves out is the usual. */
+/* Fields that `more` does not set have defaults. */
 static void launch_as(int world, int kind, int64_t direct_min, int lanes, const start *more,
                       void (*body)(job *j)) {
     start s = FSDP_ZERO;
@@ -524,8 +525,8 @@ TEST_P(optim, sharded, lab_optim_kinds) {
     h_message("%s: %d models of %d parameters, %d steps each", row->name, runs, NUM, STEPS);
 }
 
-/* Shard gradients of another dtype than the shards: bf16 shards with f32 gradients, f32 ones with
-   bf16 gradients, f64 ones with f32 gradients and so on. */
+/* Shard gradients whose dtype differs from that of the shards: bf16 shards with f32 gradients, f32
+   ones with bf16 gradients, f64 ones with f32 gradients and so on. */
 static const struct {
     const char *name;
     fsdp_dtype dtype;
@@ -545,7 +546,7 @@ static fsdp_status set_group(const job *j, int k, const fsdp_optim_group *g) {
     return j->o.sgd ? fsdp_sgd_set_group(j->o.sgd, k, g) : fsdp_adamw_set_group(j->o.adamw, k, g);
 }
 
-/* A group that is refused; what it was holds, as the steps show. */
+/* Checks that a group is refused; the steps show that the old one remains. */
 static void refuse_group(const job *j, int k, const fsdp_optim_group *g, const char *text) {
     CHECK_STATUS(set_group(j, k, g), FSDP_ERR_INVALID_ARG);
     W_CHECK(strstr(fsdp_last_error(j->w), text), "%s", fsdp_last_error(j->w));
@@ -578,7 +579,7 @@ static void change_group(job *j, int step) {
     CALL(j->w, set_group(j, k, &g));
 }
 
-/* Groups change before a backward, after it, and not at all. If planned, all steps use the same
+/* Groups change before a backward, after it, or not at all. If planned, all steps use the same
    parameters, so that most of them replay. */
 static void groups_change(job *j, int planned) {
     fsdp_plan *plan = NULL;
@@ -618,10 +619,10 @@ TEST_P(optim, set_group, lab_optim_kinds) {
 
 /* ---- freeze and thaw ------------------------------------------------------------------------- */
 
-/* Before which steps a parameter changes between frozen and trainable. */
+/* Returns 1 if a parameter changes between frozen and trainable before a step. */
 static int toggles(int step, int p) {
-    if (p == 1) return step == 3; /* frozen and not thawed again */
-    if (p == 2) return step == 2; /* frozen at first: thawed for the first time */
+    if (p == 1) return step == 3; /* frozen for good */
+    if (p == 2) return step == 2; /* initially frozen, thawed for the first time */
     if (p == 4 || p == 9) return step == 1 || step == 4;
     if (p == 5) return step == 2 || step == 3 || step == 5;
     return (p == 11 || p == 12) && (step == 2 || step == 5); /* a whole unit */
@@ -645,7 +646,7 @@ static void freeze_and_thaw(job *j) {
                  lab_optim_kinds[j->kind].name, j->rank, j->world, (long long)j->direct_min,
                  j->lanes, step);
         toggle(j, step, &changed);
-        if (step % 2) check_all(j); /* asked before the first step of a layout */
+        if (step % 2) check_all(j); /* read before the first step of a layout */
         backward(j, step);
         expect(j, 0.01);
         int64_t before = w_allocations(j->heap);
@@ -669,7 +670,7 @@ TEST_P(optim, freeze_and_thaw, lab_optim_kinds) {
             launch(world, (int)(row - lab_optim_kinds), direct[d], d == 1, freeze_and_thaw);
 }
 
-/* A cast converts states in pieces: those of a parameter that has several keep their values. */
+/* A cast converts states in pieces: states of a parameter with several pieces keep their values. */
 static void cast_states(lab_rank *r) {
     enum { ROWS = 700, COLUMNS = 3, ELEMENTS = ROWS * COLUMNS };
     static __thread double was[2][ELEMENTS];
@@ -712,8 +713,8 @@ TEST(optim, cast_of_large_states) {
     lab_run(2, NULL, cast_states, NULL);
 }
 
-/* Shards in the host's memory. On a device whose memory the host cannot read, and which has no
-   function for updates, only those will do. */
+/* Shards in host memory. An optimizer on a device without an update function needs them, if the
+   host cannot read the device's memory. */
 static void elsewhere(job *j) {
     static fsdp_device_ops ops;
     fsdp_adamw *a = NULL;
@@ -747,7 +748,7 @@ TEST(optim, offload) {
         }
 }
 
-/* A parameter that the optimizer does not know asks for its group; one that it knows does not. */
+/* The optimizer asks for the group of a parameter once, when it is new. */
 static __thread int asked[NUM];
 static int count_asked(void *user, const fsdp_param_view *v) {
     (void)user;
@@ -755,7 +756,7 @@ static int count_asked(void *user, const fsdp_param_view *v) {
     return v->ordinal == 7 ? -1 : 0;
 }
 
-/* The state of the new layout cannot be had: the step changes nothing, and the next one does it. */
+/* No memory for the state of a new layout: the step changes nothing, and the next one works. */
 static void thaw_without_memory(job *j) {
     fsdp_adamw_desc d = fsdp_adamw_defaults();
     fsdp_param_view before, after;
@@ -783,7 +784,7 @@ static void thaw_without_memory(job *j) {
     CHECK_EQ_INT(*s.step, 2);
     CALL(j->w, fsdp_adamw_state(j->o.adamw, 2, &s));
     CHECK(s.group == 0 && *s.step == uses(2, 2));
-    for (int p = 0; p < NUM; p++) /* 2: in the step that failed too; 7: has no place in the table */
+    for (int p = 0; p < NUM; p++) /* 2: also in the failed step; 7: has no entry in the table */
         CHECK_MSG(asked[p] == (p == 7   ? 3
                                : p == 2 ? 2
                                         : 1),
@@ -791,7 +792,7 @@ static void thaw_without_memory(job *j) {
 }
 TEST(optim, thaw_without_memory) { launch(1, 0, 0, 0, thaw_without_memory); }
 
-/* Optimizers that end before their model leave nothing behind. */
+/* Optimizers that end before their model leave nothing. */
 static void destroy_early(job *j) {
     fsdp_adamw *second;
     fsdp_memory before, after;
@@ -808,14 +809,14 @@ static void destroy_early(job *j) {
     CHECK_EQ_INT(after.host_bytes, before.host_bytes);
     CHECK_EQ_INT(j->heap->live, live);
     CHECK_EQ_INT(j->heap->live_bytes, bytes);
-    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &second)); /* left to the model */
+    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &second)); /* the model destroys it */
     fsdp_model_destroy(j->m.model);
 }
 TEST_P(optim, destroy, lab_optim_kinds) {
     launch(1, (int)(row - lab_optim_kinds), 0, 0, destroy_early);
 }
 
-/* Two optimizers share a model: each leaves the other's parameters alone. */
+/* Two optimizers share a model: neither changes the other's parameters. */
 static int even_ones(void *user, const fsdp_param_view *v) {
     return (v->ordinal % 2 == 0) == (user != NULL) ? 0 : -1;
 }
@@ -847,8 +848,8 @@ static void two_optimizers(job *j) {
 }
 TEST(optim, two_optimizers) { launch(2, 0, 0, 0, two_optimizers); }
 
-/* A gradient that is dropped: optimizers and clipping leave it out, the others stay, and what comes
-   later begins at zero. Gradients that wait for a reduction stay. */
+/* A gradient is dropped: optimizers and clipping skip it, the other gradients stay, and later ones
+   start at zero. Unreduced gradients stay. */
 static void ones(const job *j, fsdp_unit *unit, int sync) {
     CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, sync));
     lab_forward(j->w, unit);
@@ -878,18 +879,19 @@ static void grad_none(job *j) {
     j->m.model = lab_model(j->w, &md);
     fsdp_unit *unit = lab_unit(j->w, j->m.model, NULL, d, 3);
     CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &j->o.adamw));
-    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* it has none, nor has the model a layout */
+    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* it has no gradient, and the model no layout */
     ones(j, unit, 1);
     CHECK_STATUS(fsdp_set_grad_none(unit, 1), FSDP_ERR_INVALID_STATE);
     CHECK_MSG(strstr(fsdp_last_error(j->w), "set_grad_none"), "%s", fsdp_last_error(j->w));
-    CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE); /* of that call */
+    /* repeats the failure of that call */
+    CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
     check_ones(j, unit, 1, 1);
     CHECK_STATUS(fsdp_set_grad_none(NULL, 0), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_grad_none(unit, -1), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_grad_none(unit, 3), FSDP_ERR_INVALID_ARG);
     check_ones(j, unit, 1, 1);
     CALL(j->w, fsdp_set_grad_none(unit, 1));
-    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* nothing is left */
+    CALL(j->w, fsdp_set_grad_none(unit, 1)); /* nothing is left to drop */
     check_ones(j, unit, 1, 0);
     CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1e9, &norm));
     CHECK(fabs(norm - sqrt(24.0)) < 1e-12);
@@ -922,7 +924,7 @@ TEST(optim, grad_none) {
                 launch_as(world, 0, 0, lanes, &more, grad_none);
 }
 
-/* Neighbours without padding between them are one loop; all loops of a step are one record. */
+/* Adjacent spans without padding in between are one loop; all loops of a step are one op. */
 static __thread int64_t loops, looped;
 static void count_loop(fsdpi_optim *o, const fsdpi_optim_span *r, double lr, fsdp_update *u) {
     loops++;
@@ -937,7 +939,7 @@ static void one_loop(job *j) {
     md.direct_min = 1;
     md.grad_dtype = j->grad_dtype;
     CALL(j->w, fsdp_model_create(j->w, &md, &j->m.model));
-    for (int u = 0; u < 3; u++) { /* packed and direct ones: in memory not in this order */
+    for (int u = 0; u < 3; u++) { /* packed and direct parameters, whose order in memory differs */
         fsdp_param_desc d[4] = {fsdp_vec("b", 16), fsdp_mat("w", 32, 32), fsdp_mat("v", 16, 1),
                                 fsdp_mat("x", 64, 16)};
         unit[u] = lab_unit(j->w, j->m.model, NULL, d, 4);
@@ -972,8 +974,8 @@ TEST(optim, one_loop) {
     }
 }
 
-/* A gathered copy from before the step is not used after it; nor does the step disturb a gather that
-   is under way. */
+/* A gathered copy from before the step is not used after it. Nor does the step disturb a gather
+   that is under way. */
 static void gathered_before(job *j) {
     make_model(j);
     make_optim(j);
@@ -1028,7 +1030,8 @@ static void refuse_descs(job *j) {
                             &d.weight_decay,
                             &d.groups[0].lr_scale,
                             &d.groups[0].weight_decay};
-            if (field > 1 && (i == 2 || i == 3)) continue; /* 1 and more are fine there */
+            /* values of 1 and above are valid there */
+            if (field > 1 && (i == 2 || i == 3)) continue;
             *to[field] = x;
             CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
             CHECK(a == NULL && strstr(fsdp_last_error(j->w), "adamw_create: desc."));
@@ -1082,7 +1085,7 @@ static void refuse_descs(job *j) {
     CHECK_STATUS(fsdp_adamw_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_sgd_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
 }
-/* A desc or a group that somebody zeroed, and filled in part, is not taken for one with defaults. */
+/* A desc or group that was zeroed and partly filled in is not mistaken for one with defaults. */
 static void refuse_zeroed(job *j) {
     static const fsdp_optim_group no_rate = {0, 0.1, 0, 0};
     fsdp_adamw_desc d = FSDP_ZERO;
@@ -1101,12 +1104,12 @@ static void refuse_zeroed(job *j) {
     REFUSED(j->w, fsdp_adamw_create(j->m.model, &d, &a), "[E922] adamw_create: desc.groups[1]");
     REFUSED(j->w, fsdp_sgd_create(j->m.model, &e, &s), "[E922] sgd_create: desc.groups[0]");
     CHECK(a == NULL && s == NULL);
-    d.groups[1] = d.groups[0]; /* a copy of one with defaults */
-    d.groups[1].lr_scale = 0;  /* meant */
+    d.groups[1] = d.groups[0]; /* a copy of a group with defaults */
+    d.groups[1].lr_scale = 0;  /* set on purpose */
     CALL(j->w, fsdp_adamw_create(j->m.model, &d, &a));
 }
-/* PyTorch's defaults, and a 0 that a caller writes is 0: without decay nothing but the gradient moves
-   a parameter, so that one with a gradient of 0 stays. */
+/* The defaults are PyTorch's, and a 0 set by the caller is a 0: without decay only the gradient
+   changes a parameter, so that a parameter with gradient 0 stays. */
 static void zero_is_zero(job *j) {
     fsdp_adamw_desc d = fsdp_adamw_defaults();
     CHECK(lab_bits(d.beta1) == lab_bits(0.9) && lab_bits(d.beta2) == lab_bits(0.999));
@@ -1165,7 +1168,7 @@ static void refuse_steps(job *j) {
     expect_unchanged(j);
     CALL(j->w, fsdp_post_forward(j->m.unit[1]));
     lab_backward(j->w, j->m.unit[1]);
-    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE); /* no finalize */
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE); /* without finalize */
     expect_unchanged(j);
     CALL(j->w, fsdp_finalize_backward(j->m.model));
     CALL(j->w, fsdp_barrier(j->w));
@@ -1179,7 +1182,8 @@ TEST(optim, step_refuses) {
     launch(2, 0, 1, 1, refuse_steps);
 }
 
-/* Each allocation of a creation fails once: an error, nothing kept; then it succeeds. */
+/* Each allocation of create fails once: it returns an error and leaves nothing; then it succeeds.
+   */
 static void out_of_memory(job *j) {
     make_model(j);
     int64_t live = j->heap->live, n = 0;
@@ -1196,7 +1200,7 @@ static void out_of_memory(job *j) {
         CALL(j->w, fsdp_model_memory(j->m.model, &after));
         CHECK_EQ_INT(after.host_bytes, before.host_bytes);
     }
-    CHECK_EQ_INT(n, 3); /* table, state, and the model's note of it */
+    CHECK_EQ_INT(n, 3); /* table, state, and the model's entry for it */
 }
 TEST(optim, out_of_memory) { launch(1, 0, 0, 0, out_of_memory); }
 
@@ -1211,7 +1215,7 @@ typedef struct {
     double *result[TENSORS];
 } clip;
 
-/* Every rank has the same gradients, so their mean is exact for 1, 2 and 4 ranks. */
+/* Every rank has equal gradients, so that their mean is exact for 1, 2 and 4 ranks. */
 static void clip_on_rank(lab_rank *r) {
     const clip *c = (const clip *)r->arg;
     fsdp_param_desc p[TENSORS];

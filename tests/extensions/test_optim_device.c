@@ -1,5 +1,5 @@
-/* test_optim_device.c - optimizers, averages and the gradient scaler where the device updates shards: on
-   the simulated device of sim.h, whose memory the host cannot read, bit by bit what the host does,
+/* test_optim_device.c - optimizers, averages and the gradient scaler with updates on the device: on
+   the simulated device of sim.h, whose memory the host cannot read, they have the host's bits,
    without a race and without a wait.
 
    SPDX-License-Identifier: MIT */
@@ -10,8 +10,8 @@
 
 enum { UNITS = 5, NUM = 12, STEPS = 5, LAYOUTS = 6, BIG = 1200 };
 
-/* Uneven, empty on some ranks, without elements, by columns, more than two of the loops' blocks. The
-   tag is the group. */
+/* Uneven parameters, empty on some ranks, without elements, sharded by columns, longer than two
+   blocks of the loops. The tag is the group. */
 static const lab_param net[NUM] = {
     {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},   {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3}},
     {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},   {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
@@ -21,7 +21,7 @@ static const lab_param net[NUM] = {
     {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {90, 4}}, {4, "e.b", FSDP_F16, 1, 0, 1, 0, {2}}};
 static const lab_net the_net = {net, NUM, UNITS};
 
-/* Devices; `native`: it does the updates. */
+/* Kinds of devices; `native`: the device runs the updates. */
 enum { OPAQUE, OPAQUE_INLINE, READABLE, WITHOUT, OFFLOAD, OFFLOAD_WITHOUT, HOST, DEVICES };
 static const struct {
     const char *name;
@@ -64,7 +64,7 @@ static void open_world(job *j) {
     j->s.opaque = devices[c->device].opaque;
     j->s.no_update = devices[c->device].no_update;
     j->s.checks = 1;
-    if (c->device == HOST && c->world == 1) { /* the library's own */
+    if (c->device == HOST && c->world == 1) { /* the library's own device */
         fsdp_world_desc d = w_desc(0, 1, NULL, "optim_device", 0);
         w_heap_use(&j->heap, &d);
         CALL(NULL, fsdp_init(&d, &j->w));
@@ -101,7 +101,7 @@ static void finish(job *j) {
     free(j);
 }
 
-/* The dtype of gathered parameters and of the gradients that a rank writes. */
+/* Returns the dtype of gathered parameters and of the gradients that a rank writes. */
 static fsdp_dtype whole_dtype(const job *j, int p) {
     return j->c.param_dtype ? j->c.param_dtype : net[p].dtype;
 }
@@ -140,7 +140,7 @@ static void same(job *a, job *b, int p, const char *what, const void *x, const v
             "%s of %s is not the host's", what, net[p].name);
 }
 
-/* Shards, gradients and states of two trainings, b's by the host. */
+/* Compares shards, gradients and states of two trainings; in b the host runs the updates. */
 static void compare(job *a, job *b) {
     for (int p = 0; p < NUM; p++) {
         const fsdp_param_view v = lab_view_of(&a->m, p), w = lab_view_of(&b->m, p);
@@ -161,7 +161,7 @@ static void compare(job *a, job *b) {
 
 /* ---- the host's bits ------------------------------------------------------------------------- */
 
-/* What a step updates, without padding. */
+/* Returns the number of elements that a step updates, without padding. */
 static uint64_t elements(job *j) {
     uint64_t sum = 0;
     fsdp_param_view v = FSDP_ZERO;
@@ -172,8 +172,8 @@ static uint64_t elements(job *j) {
     return sum;
 }
 
-/* One step of a training; nothing is waited for, and nothing allocated, unless the layout is new.
-   Where there are others, finalize may wait for them. */
+/* Runs one step of a training. Unless the layout is new, nothing waits or allocates; with several
+   ranks, finalize may wait for the others. */
 static void train_step(job *j, int step, int moved) {
     int native = devices[j->c.device].native;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
@@ -189,7 +189,8 @@ static void train_step(job *j, int step, int moved) {
     if (moved) return;
     CHECK_EQ_INT(after.allocations, before.allocations);
     if (native) CHECK_EQ_INT(j->s.syncs, j->c.world == 1 ? all : syncs);
-    else CHECK(j->s.syncs > syncs || !devices[j->c.device].async); /* or the loops would race */
+    /* otherwise the loops would race */
+    else CHECK(j->s.syncs > syncs || !devices[j->c.device].async);
 }
 
 static void toggle(job *j, int step) {
@@ -209,7 +210,7 @@ static void same_training(const config *c, int toggles) {
     CALL(b->w, lab_make_optim(&b->o, &lab_optim_kinds[b->c.kind], &b->m));
     for (int step = 0; step < (toggles ? LAYOUTS : STEPS); step++) {
         if (toggles) toggle(a, step), toggle(b, step);
-        if (toggles && step % 2) compare(a, b); /* the state moves when it is asked for */
+        if (toggles && step % 2) compare(a, b); /* reading the state moves it */
         train_step(a, step, toggles), train_step(b, step, toggles);
         compare(a, b);
         CALL(a->w, fsdp_zero_grad(a->m.model));
@@ -266,7 +267,7 @@ static void make_ema(job *j, int cpu) {
     const int64_t more[2] = {j->s.live_bytes[FSDP_MEMORY_DEVICE] - device,
                              j->s.live_bytes[FSDP_MEMORY_PINNED] - pinned};
     CHECK((more[0] > 0) == (native && !cpu) && (more[1] > 0) == (native && cpu));
-    int64_t elements[3] = {0, 0, 0}; /* of this rank's rows: averages of f32, of f64; bits */
+    int64_t elements[3] = {0, 0, 0}; /* this rank's: averages in f32, in f64; bits */
     for (int p = 0; p < NUM; p++) {
         const int64_t numel = j->m.frozen[p] ? 0 : lab_view_of(&j->m, p).numel;
         elements[net[p].dtype == FSDP_F64] += numel;
@@ -279,7 +280,7 @@ static void make_ema(job *j, int cpu) {
     CHECK(j->heap.live_bytes >= host);
 }
 
-/* The average of each parameter, as a checkpoint gets it. Returns how many have one. */
+/* Reads the average of each parameter, as a checkpoint does. Returns the number of averages. */
 static int averages(job *j, fsdp_state_item *out) {
     fsdp_state_item item = FSDP_ZERO;
     int num = 0;
@@ -294,7 +295,7 @@ static void compare_averages(job *a, job *b) {
     fsdp_state_item x[NUM], y[NUM];
     const int num = averages(a, x);
     CHECK_EQ_INT(averages(b, y), num);
-    CHECK(num >= NUM - 1); /* one is frozen at first */
+    CHECK(num >= NUM - 1); /* one is initially frozen */
     for (int p = 0; p < NUM; p++) {
         CHECK(!x[p].name == !y[p].name && x[p].numel == y[p].numel);
         if (x[p].name && x[p].numel)
@@ -365,7 +366,7 @@ TEST(optim_device, ema) {
 
 /* ---- the scaler ------------------------------------------------------------------------------ */
 
-/* One gradient of this rank becomes infinite or NaN. */
+/* Makes one gradient of this rank infinite or NaN. */
 static void spoil(job *j, int p, double what) {
     const fsdp_param_view v = lab_view_of(&j->m, p);
     W_CHECK(v.shard_grad && v.numel > 0, "%s", net[p].name);
@@ -373,8 +374,8 @@ static void spoil(job *j, int p, double what) {
     lab_put(sim_host(&j->s, v.shard_grad), v.grad_dtype, v.numel / 2, what);
 }
 
-/* What is found, by a scaler whose updates ran where the config says. It waits for the verdict, and
-   once more to take a bad one back; each time before a copy and behind it. */
+/* Returns the result of a scaler whose updates run where the config says. It waits for the result,
+   and once more to reset a bad one, each time before a copy and after it. */
 static int scaled_step(job *j, int step, int bad) {
     forward(j);
     backward(j, step, fsdp_grad_scaler_scale(j->scaler));
@@ -434,8 +435,8 @@ TEST(optim_device, scaler) {
 
 /* ---- order ----------------------------------------------------------------------------------- */
 
-/* A gather of `unit`, or of all of them, reads shards that a step is about to write. With `ignore`
-   the first wait inside the step is left out. Returns how many waits there were. */
+/* A gather of `unit`, or of all units, reads shards that a step is about to write. With `ignore`
+   the first wait within the step has no effect. Returns the number of waits. */
 static int64_t gather_under_way(int unit, int reshard, int ignore, int *races) {
     config c = {4, 1, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0};
     job *j = start(&c);
@@ -465,13 +466,13 @@ TEST(optim_device, gathers_under_way) {
         CHECK_EQ_INT(gather_under_way(u, 0, 0, &races), u < 0 ? UNITS : 1);
         CHECK_EQ_INT(races, 0);
         (void)gather_under_way(u, 0, 1, &races);
-        CHECK((races > 0) == (u >= 0)); /* of all of them, the last one's is enough */
+        CHECK((races > 0) == (u >= 0)); /* for all units, the wait for the last one is enough */
         (void)gather_under_way(u, 1, 0, &races);
         CHECK_EQ_INT(races, 0);
     }
 }
 
-/* An optimizer that ends while the device still updates, and what it held. */
+/* An optimizer is destroyed while the device still updates, and its memory is freed. */
 TEST(optim_device, destroy) {
     config c = {1, 0, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0};
     fsdp_memory before, after;
@@ -533,7 +534,7 @@ TEST(optim_device, unsupported) {
     }
 }
 
-/* Without memory of the device nothing is made, and a step after a thaw changes nothing. */
+/* Without device memory create fails, and a step after a thaw changes nothing. */
 TEST(optim_device, out_of_memory) {
     config c = {1, 0, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0}, host = c;
     fsdp_memory before, after;
@@ -567,8 +568,8 @@ TEST(optim_device, out_of_memory) {
     finish(b);
 }
 
-/* The device's own text, and a world that has ended: in a step, by the scaler, and when the states
-   move after a thaw. */
+/* The error has the device's own text, and the world has failed: in a step, in the scaler, and when
+   states move after a thaw. */
 TEST(optim_device, device_fails) {
     config c = {1, 0, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0};
     for (int where = 0; where < 3; where++) {

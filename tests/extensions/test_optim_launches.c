@@ -1,6 +1,6 @@
-/* test_optim_launches.c - how many kernels a step of an optimizer, of the scaler and of clipping
-   launches, on the stand-in for CUDA: as many for a model of many units, groups and step counts as for
-   one parameter.
+/* test_optim_launches.c - the number of kernel launches in a step of an optimizer, of the scaler
+   and of clipping, on the CUDA stub: a model with many units, groups and step counts needs no more
+   than one parameter.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | STUB | STUB_ASAN
@@ -15,7 +15,7 @@ typedef struct {
     fsdp_world *w;
     fsdp_model *m;
     fsdp_unit *unit[LAYERS];
-    int records, runs; /* of updates: since they were set to 0 */
+    int records, runs; /* updates, since these were set to 0 */
 } gpt;
 
 static int see(void *user, fsdp_model *model, fsdp_op *op) {
@@ -49,7 +49,7 @@ static int is_frozen(int step, int layer, int param) {
     return step < 2 && layer == 1 && param == 3;
 }
 
-/* Gradients of zeros; in even steps without those of one parameter in each third layer. */
+/* Gradients are zeros; in even steps one parameter in each third layer has none. */
 static void backward(const gpt *g, int step) {
     for (int l = 0; l < LAYERS; l++) lab_forward(g->w, g->unit[l]);
     for (int l = LAYERS - 1; l >= 0; l--) {
@@ -67,7 +67,7 @@ static int group_of(void *user, const fsdp_param_view *v) {
     return v->ndim > 1 ? 0 : 1;
 }
 
-/* The launches of a call; there is one record. */
+/* Returns the number of launches of a call that issues `records` ops. */
 static int64_t launches(gpt *g, fsdp_status (*call)(void *), void *arg, int records) {
     int64_t before = stub_count("launch");
     g->records = g->runs = 0;
@@ -83,12 +83,12 @@ static fsdp_status unscale(void *scaler) {
 }
 static fsdp_status clip(void *model) { return fsdp_clip_grad_norm((fsdp_model *)model, 1, NULL); }
 
-/* bf16 is rounded stochastically: then each parameter is a run. A driver without large parameters
-   takes 24 runs in a launch. */
+/* bf16 is rounded stochastically: each parameter is an update of its own. A driver without large
+   parameters takes 24 updates in a launch. */
 static const struct {
     const char *name;
     fsdp_dtype dtype;
-    int driver, least, most; /* runs of a step */
+    int driver, least, most; /* least, most: updates in a step */
 } models[] = {{"f32", FSDP_F32, 13000, 7 * LAYERS, 9 * LAYERS},
               {"bf16", FSDP_BF16, 13000, PARAMS *LAYERS - 5, PARAMS *LAYERS},
               {"f32,driver_of_12.0", FSDP_F32, 12000, 7 * LAYERS, 9 * LAYERS}};
@@ -117,7 +117,8 @@ static void of_a_gpt(int rank, int world, void *arg) {
         backward(&g, step);
         const int64_t unscales = launches(&g, unscale, scaler, 1);
         CHECK_EQ_INT(unscales, (g.runs + 23) / 24 * is_old + !is_old);
-        /* the norm of tiles, that of all, and the factor: one parameter for each block of a list */
+        /* the norms of tiles, the norm of all, and the factor: one parameter for each block of a
+           list */
         const int64_t clips = launches(&g, clip, g.m, 0);
         if (!is_old) CHECK_EQ_INT(clips, 3);
         const int64_t updates[2] = {launches(&g, adamw, first, 1), launches(&g, sgd, second, 1)};

@@ -1,7 +1,7 @@
-/* test_optim_memory.c - Muon and the average of the weights under want: each allocation of a call
-   fails once, on all ranks and on each rank alone. A rank that has had no memory is told so, nothing
-   is left of the call, and if it calls once more, the training goes on with the same bits; or the
-   world has ended, on all ranks.
+/* test_optim_memory.c - Muon and the average of the weights without memory: each allocation of a
+   call fails once, on all ranks and on each rank only. A rank whose allocation failed gets an
+   error, and the call leaves nothing; if the rank calls again, the training continues with equal
+   bits, or the world has failed on all ranks.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW
@@ -21,18 +21,18 @@ enum { MUON_CREATE, MUON_STEP, MUON_SET_GROUP, EMA_CREATE, EMA_UPDATE, EMA_SWAP,
 
 typedef struct {
     const char *name;
-    int call, world, lanes, replicas; /* replicas: of HSDP, which share the matrices */
-    int places, ends; /* places: at least so many allocations; ends: at some the world does */
+    int call, world, lanes, replicas; /* replicas: for HSDP; they share the matrices */
+    int places, ends; /* places: minimum number of allocations; ends: some failures end the world */
 } row_of;
 
 typedef struct {
     const row_of *row;
     int victim; /* -1: all ranks */
     uint64_t bits[8];
-    int failed[LIVES], ended[LIVES]; /* of an allocation: so many ranks */
+    int failed[LIVES], ended[LIVES]; /* by allocation: number of ranks */
 } board;
 
-typedef struct { /* of a rank */
+typedef struct { /* one rank */
     lab_rank *r;
     board *b;
     lab_built m;
@@ -64,7 +64,8 @@ static int64_t model_bytes(const lab_built *m) {
     return bytes;
 }
 
-/* Whether the rank's own call fails for want of memory. */
+/* Runs a call with failing memory. Returns its status, which shows whether an allocation has
+   failed. */
 static fsdp_status call_in_want(life *l, int call, int n) {
     const board *b = l->b;
     fsdp_world *w = l->m.w;
@@ -82,7 +83,8 @@ static fsdp_status call_in_want(life *l, int call, int n) {
     if (call == MUON_CREATE || call == EMA_CREATE) {
         W_CHECK(model_bytes(&l->m) == bytes, "%lld bytes are left",
                 (long long)(model_bytes(&l->m) - bytes));
-        W_CHECK(heap->live == live || b->row->lanes, "%lld blocks are left", /* but for groups */
+        /* a group may keep some */
+        W_CHECK(heap->live == live || b->row->lanes, "%lld blocks are left",
                 (long long)(heap->live - live));
     }
     CHECK((call == MUON_CREATE ? (void *)l->muon : l->ema) == NULL || call % 3);
@@ -118,7 +120,7 @@ static fsdp_status fold(life *l) {
     return status;
 }
 
-/* A training of three steps: after the first one a matrix is frozen, and another one thawed. */
+/* A training of three steps: after the first one a matrix is frozen and another one thawed. */
 static fsdp_status train(life *l, int n) {
     fsdp_status status = call_in_want(l, MUON_CREATE, n);
     if (!status) status = call_in_want(l, EMA_CREATE, n);
@@ -126,7 +128,7 @@ static fsdp_status train(life *l, int n) {
         const int last = step == STEPS - 1 ? n : -1;
         if (step == STEPS - 1) lab_freeze(&l->m, 0, 1), lab_freeze(&l->m, 2, 0);
         if (step == STEPS - 1) lab_freeze(&l->m, 6, 0);
-        status = call_in_want(l, COMMIT, last); /* in which the average follows */
+        status = call_in_want(l, COMMIT, last); /* it also updates the average's layout */
         if (!status) status = backward(&l->m, step);
         if (!status) status = call_in_want(l, MUON_SET_GROUP, last);
         if (!status) status = call_in_want(l, MUON_STEP, last);
@@ -134,7 +136,7 @@ static fsdp_status train(life *l, int n) {
         if (!status && (step < STEPS - 1 || l->b->row->call != EMA_SWAP))
             status = call_in_want(l, EMA_UPDATE, last);
         if (!status) status = call_in_want(l, EMA_SWAP, last);
-        if (!status) status = fold(l); /* of averages */
+        if (!status) status = fold(l); /* hash of the averages */
         if (!status) status = call_in_want(l, EMA_SWAP, -1);
         if (!status) status = fold(l);
     }
@@ -168,7 +170,7 @@ static void live(lab_rank *r) {
         }
         (void)fsdp_shutdown(w);
         h_mark(1);
-        h_await_marks(1, (n + 2) * r->size); /* the last one frees what threads share */
+        h_await_marks(1, (n + 2) * r->size); /* the last rank frees memory that threads share */
         W_CHECK(r->heap->live == 0, "%lld blocks are left", (long long)r->heap->live);
         if (n < 0) continue;
         W_CHECK(b->ended[n] == 0 || (b->row->ends && b->ended[n] == r->size),
@@ -181,7 +183,7 @@ static void live(lab_rank *r) {
     W_CHECK(0, "there is no end");
 }
 
-/* If there is no memory for a group, the world ends. */
+/* If there is no memory for a group, the world fails. */
 static const row_of calls[] = {{"muon_create", MUON_CREATE, 3, 0, 0, 12, 0},
                                {"muon_create/lanes", MUON_CREATE, 2, 2, 0, 12, 1},
                                {"muon_create/replicas", MUON_CREATE, 4, 2, 2, 12, 1},

@@ -1,8 +1,8 @@
-/* test_replicate.c - buckets of fsdp_replicate.h: which parameters are in which bucket, when and in
-   which order buckets are reduced, what the gradients are, to the bit, and what is refused.
+/* test_replicate.c - buckets of fsdp_replicate.h: the parameters of each bucket, the time and order
+   of their reductions, the bits of gradients, and errors.
 
-   Most gradients are whole numbers, so that a sum of them is exact in any order; lab_truth of
-   lab_net.h then knows every bit.
+   Most gradients are integers, so that their sum is exact in any order; lab_truth of lab_net.h then
+   knows every bit.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | AT_NIGHT(TSAN)
@@ -14,8 +14,8 @@
 
 /* ---- which bucket a tensor belongs to -------------------------------------------------------- */
 
-enum { TENSORS = 64, CAPS = 4 };                 /* that are drawn */
-enum { TENSORS_MAX = 1024, CAPS_MAX = TENSORS }; /* that a file may have */
+enum { TENSORS = 64, CAPS = 4 };                 /* in random lists */
+enum { TENSORS_MAX = 1024, CAPS_MAX = TENSORS }; /* in a file */
 #define MIB (int64_t)1048576
 
 typedef struct list {
@@ -43,7 +43,7 @@ static void assign(const list *l, buckets *b) {
     }
 }
 
-/* "[0,1][2]": the tensors of each bucket in order. */
+/* Returns the tensors of each bucket in order, as "[0,1][2]". */
 static const char *buckets_text(const buckets *b, int count, char *out, size_t size) {
     size_t at = 0;
     out[0] = 0;
@@ -63,7 +63,7 @@ static const char *buckets_text(const buckets *b, int count, char *out, size_t s
     return out;
 }
 
-/* Numbers between spaces. */
+/* Parses numbers between spaces. Returns their count. */
 static int numbers(const char *text, int64_t *out) {
     int n = 0;
     for (char *end; *text; text = end) {
@@ -80,7 +80,7 @@ static int numbers32(const char *text, int32_t *out) {
     return n;
 }
 
-/* The examples of the specification: PyTorch's answers. */
+/* Examples with PyTorch's answers. */
 static const struct {
     const char *name, *sizes, *key, *order, *caps, *want, *want_caps, *want_bytes;
 } vectors[] = {
@@ -191,14 +191,14 @@ TEST(replicate, buckets_golden) {
     CHECK(cases > 0);
 }
 
-/* The same again, slow and simple. Positions are places in the order of the list. */
+/* A second, slow and simple implementation. Positions are indices in the order of the list. */
 static int at(const list *l, int position) { return l->has_order ? l->order[position] : position; }
 static int key_of(const list *l, int position) { return l->has_key ? l->key[at(l, position)] : 0; }
 
 static void assign_slowly(const list *l, buckets *b) {
     int first[TENSORS], last[TENSORS], full[TENSORS], taken[TENSORS] = {0};
     b->count = 0;
-    for (int p = 0; p < l->count; p++) { /* a tensor without a bucket begins one */
+    for (int p = 0; p < l->count; p++) { /* a tensor without a bucket starts one */
         int k = b->count, earlier = 0;
         int64_t sum = 0;
         if (taken[p]) continue;
@@ -219,11 +219,11 @@ static void assign_slowly(const list *l, buckets *b) {
         }
         b->count++;
     }
-    if (!l->has_order) return; /* numbered by their first tensors, as they are now */
+    if (!l->has_order) return; /* they are numbered by their first tensors already */
     int32_t number[TENSORS];
     int64_t cap[TENSORS];
     memcpy(cap, b->cap, sizeof cap);
-    for (int k = 0; k < b->count; k++) { /* full ones as they close, then those that are left */
+    for (int k = 0; k < b->count; k++) { /* full buckets as they close, then the others */
         number[k] = 0;
         for (int other = 0; other < b->count; other++)
             number[k] += full[other] != full[k] ? full[other]
@@ -268,14 +268,14 @@ static void check_list(const list *l) {
     CHECK_EQ_MEM(b.bucket, slow.bucket, (size_t)l->count * sizeof *b.bucket);
     CHECK_EQ_MEM(b.place, slow.place, (size_t)l->count * sizeof *b.place);
     CHECK_EQ_MEM(b.cap, slow.cap, (size_t)(b.count > 0 ? b.count : 0) * sizeof *b.cap);
-    for (int p = 0; p < l->count; p++) { /* in order, keys apart */
+    for (int p = 0; p < l->count; p++) { /* in order, keys separate */
         const int i = at(l, p), k = b.bucket[i];
         W_CHECK(members[k] == b.place[i], "tensor %d is at %d", i, b.place[i]);
         W_CHECK(!members[k] || key[k] == key_of(l, p), "bucket %d has two keys", k);
         key[k] = key_of(l, p);
         members[k]++;
     }
-    for (int k = 0; k < b.count; k++) { /* its last tensor fills it, or is the last of its key */
+    for (int k = 0; k < b.count; k++) { /* the last tensor fills it, or is the last of its key */
         int last = 0, more = 0;
         for (int p = 0; p < l->count; p++)
             if (b.bucket[at(l, p)] == k) last = p;
@@ -330,7 +330,7 @@ TEST(long_replicate, buckets_properties, SECONDS(600) | NIGHT) { random_lists(W_
 
 /* ---- a net in buckets, on one rank ----------------------------------------------------------- */
 
-/* Of all shapes; one has no elements, one is frozen. */
+/* All shapes; one parameter has no elements, one is frozen. */
 enum { ALL = 9 };
 static const lab_param net_rows[ALL] = {
     {0, "w0", FSDP_F32, 0, 0, 2, 0, {7, 5}},    {0, "b0", FSDP_F32, 0, 0, 1, 0, {5}},
@@ -347,7 +347,8 @@ typedef struct conf {
     const lab_net *net;
     fsdp_replicate_desc d;
     fsdp_model_desc md;
-    int all, in_turn; /* every rank uses every parameter; gradients come last to first */
+    /* all: every rank uses every parameter; in_turn: gradients come last to first */
+    int all, in_turn;
     void (*body)(job *j);
     void *arg;
 } conf;
@@ -360,8 +361,8 @@ struct job {
     lab_truth t;
     fsdp_replicate *rep;
     lab_log log;
-    uint64_t seed, own;                  /* of the run; of this rank's choices */
-    int first, stride, members, divisor; /* replicas: first + k*stride; what sums are divided by */
+    uint64_t seed, own;                  /* seed: of the run; own: of this rank's choices */
+    int first, stride, members, divisor; /* replicas: first + k*stride; divisor of sums */
     int step, anybody[LAB_PARAMS];
 };
 
@@ -396,7 +397,7 @@ static fsdp_status job_try(job *j) {
     rd.num_params = lab_descs(&j->m, 0, d);
     return fsdp_replicate_create(j->m.model, &rd, &j->rep);
 }
-/* The ordinal of a view counts along the buckets; what belongs to it is in its row. */
+/* The ordinal of a view counts along the buckets; its index in the net is its row. */
 static void fill(void *user, const fsdp_param_view *block) {
     const job *j = (const job *)user;
     const int p = lab_row_of(j->c->net, block);
@@ -448,7 +449,7 @@ static void freeze(job *j, int p, int frozen) {
 static int uses(const job *j, int p, int rank) {
     const uint64_t h = lab_hash(j->seed, (uint64_t)p, (uint64_t)j->step, 5);
     if (j->c->all) return 1;
-    if (h % 5 == 0) return 0; /* nobody does */
+    if (h % 5 == 0) return 0; /* no rank uses it */
     return lab_hash(h, (uint64_t)rank, 1, 2) % 3 != 0;
 }
 static double gradient(const job *j, int p, int64_t k, int rank) {
@@ -485,8 +486,8 @@ static void forward(job *j) {
     CALL(j->w, fsdp_replicate_post_forward(j->rep));
 }
 
-/* Gradients that this rank computes, in an order of its own; some parameters get ready at once,
-   some later together with others, some not at all. */
+/* Computes this rank's gradients in its own order. Some parameters are marked ready at once, some
+   later together with others, some not at all. */
 static void write_grads(job *j, int all_ready) {
     enum { TO_DO, WRITTEN, READY };
     int32_t order[LAB_PARAMS];
@@ -510,7 +511,7 @@ static void write_grads(job *j, int all_ready) {
     }
 }
 
-/* What the replicas together do. */
+/* Models the result over all replicas. */
 static void expect(job *j, int sync) {
     for (int p = 0; p < j->c->net->count; p++) {
         if (j->m.frozen[p]) continue;
@@ -555,7 +556,7 @@ static void train_twice(job *j) {
         lab_check_params(&j->m, &j->t);
     }
 }
-static void accumulates(job *j) { /* onto reduced gradients */
+static void accumulates(job *j) { /* adds to reduced gradients */
     for (int n = 0; n < 3; n++) step(j, 1);
     update(j);
     step(j, 1);
@@ -567,14 +568,14 @@ static void no_sync(job *j) {
         step(j, sync);
         CHECK_EQ_INT(lab_count_ops(&j->log, before, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
                      sync && j->r->size > 1 ? NET_BUCKETS - 1 : 0);
-        if (n == 1) update(j); /* keeps nothing that is not reduced */
+        if (n == 1) update(j); /* drops gradients that are reduced */
     }
 }
 static void freezes(job *j) {
     step(j, 1);
-    freeze(j, 5, 1); /* all of its bucket */
+    freeze(j, 5, 1); /* its whole bucket */
     freeze(j, 0, 1);
-    freeze(j, 7, 0); /* the only one of its bucket */
+    freeze(j, 7, 0); /* the only one in its bucket */
     step(j, 1);
     step(j, 1);
     update(j);
@@ -590,7 +591,8 @@ static void freezes(job *j) {
     update(j);
     lab_check_params(&j->m, &j->t);
 }
-static void forwards(job *j) { /* several before one backward; and backwards of one forward each */
+/* several forwards before one backward; then backwards with one forward each */
+static void forwards(job *j) {
     for (int n = 0; n < 3; n++) forward(j);
     backward(j, 1);
     step(j, 1);
@@ -610,12 +612,12 @@ static void evaluates(job *j) {
         forward(j);
         forward(j);
         CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
-        if (n == 1) continue; /* no step between */
+        if (n == 1) continue; /* no step in between */
         step(j, 1);
         update(j);
     }
 }
-static void recomputes(job *j) { /* a checkpointed forward, again in backward: data alone */
+static void recomputes(job *j) { /* a checkpointed forward runs again in backward, for data only */
     forward(j);
     for (int p = ALL - 1; p >= 0; p--) {
         for (int q = 0; q <= p; q++) check_data(j, q);
@@ -627,12 +629,12 @@ static void recomputes(job *j) { /* a checkpointed forward, again in backward: d
     expect(j, 1);
     lab_check_grads(&j->m, &j->t);
 }
-/* A backward is left in the middle, with buckets that are under way; then all goes on. */
+/* A backward is abandoned with reductions under way; then the training continues. */
 static void resets(job *j) {
     step(j, 1);
     for (int n = 0; n < 4; n++) {
         forward(j);
-        for (int p = ALL - 1; p > 2 * n; p--) { /* the same buckets on all ranks */
+        for (int p = ALL - 1; p > 2 * n; p--) { /* equal buckets on all ranks */
             if (!j->m.frozen[p]) write_grad(j, p);
             if (n != 3) CALL(j->w, fsdp_replicate_ready(j->rep, p, 1));
         }
@@ -717,7 +719,7 @@ TEST(replicate, members) {
     run(&c, 2, 0);
 }
 
-/* A model with parameters of these numbers of bytes (f32), as buckets that are never allocated. */
+/* Creates a model with f32 parameters of these sizes, whose buckets are never allocated. */
 static fsdp_replicate *only_made(fsdp_world *w, const fsdp_replicate_desc *like,
                                  const int64_t *numel, int count) {
     fsdp_param_desc params[TENSORS];
@@ -750,7 +752,7 @@ static void default_caps(lab_rank *r) {
     d.order = forwards_order;
     rep = only_made(r->w, &d, linears, 8);
     CHECK_EQ_STR(rep_text(rep, text, sizeof text), "[1,0][3,2,5,4][7,6]");
-    d.bucket_bytes = 40 * MIB; /* of the first one, too */
+    d.bucket_bytes = 40 * MIB; /* also for the first bucket */
     rep = only_made(r->w, &d, linears, 8);
     CHECK_EQ_STR(rep_text(rep, text, sizeof text), "[1,0,3,2,5,4][7,6]");
     d.first_bytes = 1;
@@ -772,12 +774,12 @@ TEST(replicate, default_caps) { lab_run(1, NULL, default_caps, NULL); }
 
 /* ---- how much is sent, and what is allocated ------------------------------------------------- */
 
-/* Elements of a message: a multiple of 64 bytes, or on devices with streams of 256. */
+/* Returns the elements of a message: a multiple of 64 bytes, or of 256 on devices with streams. */
 static int64_t padded(const job *j, int p) {
     const int64_t grain = (lib_on_streams(j->w) ? 256 : 64) / 4;
     return (lab_numel_of(&net, p) + grain - 1) / grain * grain;
 }
-/* With streams: by the model. What NCCL's collectives need while they are under way varies. */
+/* Counts allocations; with streams only the model's, as the memory of NCCL's collectives varies. */
 static int64_t allocated(const job *j) {
     fsdp_counters c;
     CALL(j->w, fsdp_model_counters(j->m.model, &c));
@@ -797,7 +799,7 @@ static void counts(job *j) {
         CALL(j->w, fsdp_model_counters(j->m.model, &c[1]));
         CHECK_EQ_INT(c[1].calls[FSDP_OP_ALL_GATHER] + c[1].calls[FSDP_OP_REDUCE_SCATTER], 0);
         CHECK_EQ_INT(c[1].calls[FSDP_OP_ALL_REDUCE] - c[0].calls[FSDP_OP_ALL_REDUCE],
-                     NET_BUCKETS - 1 + 1); /* who used what */
+                     NET_BUCKETS - 1 + 1); /* the record of used parameters */
         bytes = lib_coll_bytes(FSDP_OP_ALL_REDUCE, (uint64_t)j->r->size, 4 * ALL);
         for (int k = 0, op = from; k < NET_BUCKETS - 1; k++, op++) {
             int32_t in[ALL];
@@ -812,7 +814,7 @@ static void counts(job *j) {
             bytes += lib_coll_bytes(FSDP_OP_ALL_REDUCE, (uint64_t)j->r->size, 4 * (uint64_t)numel);
         }
         CHECK_EQ_INT(c[1].bytes[FSDP_OP_ALL_REDUCE] - c[0].bytes[FSDP_OP_ALL_REDUCE], bytes);
-        /* Nothing is brought into the messages; each bucket leaves its own once. */
+        /* Gradients are not copied into the messages; each bucket is copied out once. */
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_COPY, FSDP_LABEL_ACC, NULL), 0);
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, NULL),
                      NET_BUCKETS - 1);
@@ -824,11 +826,12 @@ static void counts(job *j) {
 }
 TEST_P(replicate, counts, worlds) {
     conf c = conf_of(counts);
-    c.in_turn = 1; /* as many buckets are open in each step */
+    c.in_turn = 1; /* so that each step opens equally many buckets */
     if (row->ranks > 1) run(&c, row->ranks, row->lanes);
 }
 
-/* What the record of use needs, which is not predicted: two buffers of one i32 per parameter. */
+/* Returns the bytes for the record of used parameters, which are not predicted: two buffers with an
+   i32 per parameter. */
 static int64_t bytes_of_use(fsdp_world *w, fsdp_model *m, int params) {
     fsdp_memory measured;
     const int pool = fsdp_pool_register(m, "replicate");
@@ -839,7 +842,7 @@ static int64_t bytes_of_use(fsdp_world *w, fsdp_model *m, int params) {
     return measured.pool_bytes[pool];
 }
 
-/* Buckets are opened one after the other; ways of computing. */
+/* Opens buckets one after the other. */
 static void in_turn(job *j) {
     fsdp_memory predicted, measured;
     CALL(j->w, fsdp_model_predict(j->m.model, &predicted));
@@ -877,7 +880,7 @@ static const struct {
                 {"bf16", FSDP_BF16, FSDP_F32, 2},
                 {"reduced_in_bf16", FSDP_DTYPE_KEEP, FSDP_BF16, 3}};
 TEST_P(replicate, memory, memories) {
-    for (int same = 0; same < 2; same++) { /* same: one parameter in each bucket */
+    for (int same = 0; same < 2; same++) { /* same: each bucket has one parameter */
         conf c = conf_of(in_turn);
         c.d.param_dtype = row->param;
         c.d.reduce_dtype = row->reduce;
@@ -887,8 +890,8 @@ TEST_P(replicate, memory, memories) {
     }
 }
 
-/* A layer whose parameters are in two buckets of one size: both are open, in one slot more; with
-   lanes or streams there are two for each size anyway. */
+/* A layer has parameters in two buckets of one size: both are open, which takes one more slot; with
+   worker threads or streams there are two slots for each size anyway. */
 static void straddles(lab_rank *r) {
     const int inline_runs = !r->start->how.lanes && !lib_on_streams(r->w);
     fsdp_param_desc params[4];
@@ -922,7 +925,7 @@ TEST(replicate, memory_of_a_layer_in_two) {
     for (how.lanes = 0; how.lanes < 3; how.lanes++) lab_run(2, &how, straddles, NULL);
 }
 
-/* ---- who uses what, and the order of reductions ---------------------------------------------- */
+/* ---- used parameters, and the order of reductions -------------------------------------------- */
 
 static void launches(job *j) {
     lab_optim o = {0};
@@ -944,7 +947,7 @@ static void launches(job *j) {
         }
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL),
                      j->r->size > 1 ? trained : 0);
-        fsdp_param_view v = FSDP_ZERO; /* AdamW decays weights: it may not touch the unused ones */
+        fsdp_param_view v = FSDP_ZERO; /* AdamW decays weights: it may not change the unused ones */
         while (fsdp_next_param(j->m.model, &v))
             memcpy(before[lab_row_of(&net, &v)], v.shard, (size_t)v.numel * sizeof(float));
         CALL(j->w, lab_optim_step(&o, 0.125));
@@ -966,7 +969,7 @@ TEST_P(replicate, order_of_launches, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* Whole buckets that some ranks, or all, never touch. */
+/* Some ranks, or all, never use whole buckets. */
 static void unused(job *j) {
     for (int n = 0; n < 6; n++) {
         forward(j);
@@ -999,15 +1002,17 @@ TEST(replicate, unused) {
     run(&c, 3, 2);
 }
 
-/* One record a step says who used what, and only a rank that left out a parameter waits for it. */
+/* One op per step exchanges the used parameters, and only a rank that left out a parameter waits
+   for it. */
 static void used_once(job *j) {
-    enum { NO, YES, LATE }; /* late: before finalize, which then reduces */
-    static const struct {   /* -1: all ranks, -2: none; else the rank that writes */
-        int sync, writes[2], sends, lacks; /* the writer of two parameters; who lacks one of them */
+    enum { NO, YES, LATE }; /* LATE: set before finalize, which then reduces */
+    static const struct {   /* writes: -1: all ranks, -2: none; otherwise the rank */
+        /* writers of two parameters; the rank that lacks one of them */
+        int sync, writes[2], sends, lacks;
     } steps[] = {{YES, {-1, -1}, 1, -2}, {YES, {0, -1}, 1, 1},  {YES, {-2, -1}, 1, -1},
                  {NO, {-1, -2}, 0, -2},  {NO, {-2, -2}, 0, -2}, {YES, {-2, -1}, 1, -2},
                  {YES, {-1, -1}, 1, -2}, {YES, {-1, 1}, 1, 0},  {LATE, {-2, -1}, 1, -1}};
-    static const int chosen[2] = {0, 8}; /* of the last bucket, of the first one */
+    static const int chosen[2] = {0, 8}; /* one in the last bucket, one in the first */
     const int label = fsdp_label_register(j->m.model, "replicate_used");
     CHECK(label >= 0);
     lab_watch(&j->log, j->w, j->m.model);
@@ -1028,12 +1033,12 @@ static void used_once(job *j) {
         CALL(j->w, fsdp_finalize_backward(j->m.model));
         const int waits = steps[n].lacks == -1 ||
                           (steps[n].lacks >= 0 &&
-                           (steps[n].lacks == j->r->rank || j->r->rank > 1)); /* of two ranks one */
+                           (steps[n].lacks == j->r->rank || j->r->rank > 1)); /* of 2 only one */
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
                      several && steps[n].sends);
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_WAIT, label, NULL), several && waits);
         for (int i = 0; i < 2 && steps[n].sync; i++) { /* the first steps left no gradient */
-            const int kept = n == 5; /* of the step without sync before */
+            const int kept = n == 5; /* from the earlier step without sync */
             const int has = steps[n].writes[i] == -1 || steps[n].writes[i] >= 0 || kept;
             if (several) CHECK_EQ_INT(view_of(j, chosen[i]).shard_grad != NULL, has);
         }
@@ -1046,12 +1051,12 @@ TEST_P(replicate, used_once, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* A parameter that nobody used keeps the gradient of an earlier step, and has none after
-   zero_grad; what comes then begins at zero. */
+/* A parameter that no rank used keeps an earlier gradient, and has none after zero_grad; later
+   gradients start at zero. */
 static void keeps_earlier(job *j) {
     static const struct {
-        int writes, zero; /* first */
-        int sums, has;    /* of gradients of all ranks, since it was dropped */
+        int writes, zero; /* at the start of the step */
+        int sums, has;    /* number of gradients of all ranks since zero_grad */
     } steps[] = {{1, 0, 1, 1}, {0, 0, 1, 1}, {1, 0, 2, 1}, {0, 1, 0, 0},
                  {0, 0, 0, 0}, {1, 0, 1, 1}, {0, 0, 1, 1}, {0, 1, 0, 0}};
     enum { CHOSEN = 3 };
@@ -1079,7 +1084,7 @@ TEST_P(replicate, unused_keeps_earlier, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* A step that writes nothing keeps all gradients but that which was dropped, whichever it was. */
+/* A step without gradients keeps all gradients but the dropped one, whichever it was. */
 static void keeps_others(job *j) {
     for (int dropped = 0; dropped < ALL; dropped++) {
         int index = -1;
@@ -1104,7 +1109,8 @@ TEST_P(replicate, dropped_gradient_keeps_others, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* Hooks of parameters run where a rank used the parameter, with the mean over all, and not else. */
+/* Hooks of parameters run, with the mean over all ranks, if a rank used the parameter, and only
+   then. */
 typedef struct post_hooked {
     const job *j;
     int calls[ALL];
@@ -1120,7 +1126,7 @@ static fsdp_status post_hook(void *user, const fsdp_param_view *v, void *stream)
     return FSDP_OK;
 }
 static void post_hooks(job *j) {
-    static const int chosen[] = {8, 6, 2, 4, 5}; /* of the first bucket, the third, the second */
+    static const int chosen[] = {8, 6, 2, 4, 5}; /* in the first bucket, the third, the second */
     const int label = fsdp_label_register(j->m.model, "replicate_used");
     post_hooked h;
     memset(&h, 0, sizeof h);
@@ -1137,7 +1143,7 @@ static void post_hooks(job *j) {
                 CHECK(!view_of(j, chosen[i]).has_hook);
                 CALL(j->w, fsdp_set_post_accumulate_hook(unit, index, post_hook, &h));
             }
-        if (n == 16) /* for a while none */
+        if (n == 16) /* for a while without hooks */
             for (int i = 0; i < 4; i++) {
                 int index = -1;
                 fsdp_unit *unit = unit_of(j, chosen[i], &index);
@@ -1153,7 +1159,7 @@ static void post_hooks(job *j) {
             if (runs && lab_numel_of(&net, p))
                 lab_check_float("gradient of a hook", p, 0, h.first[p], j->t.grad[p][0]);
         }
-        /* A record for each bucket with hooks, and one at the end if there is another bucket. */
+        /* One op for each bucket with hooks, and one at the end if there is another bucket. */
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_ALL_REDUCE, label, NULL),
                      j->r->size > 1 && sync ? (hooked ? 3 : 1) : 0);
         if (sync) CALL(j->w, fsdp_zero_grad(j->m.model));
@@ -1167,7 +1173,8 @@ TEST_P(replicate, post_accumulate_hooks, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* A hook of a frozen parameter makes no bucket send before the others, until it is thawed. */
+/* A hook of a frozen parameter does not make its bucket exchange used parameters early, until it is
+   thawed. */
 static void post_hook_frozen(job *j) {
     enum { CHOSEN = 8 };
     const int label = fsdp_label_register(j->m.model, "replicate_used");
@@ -1181,7 +1188,7 @@ static void post_hook_frozen(job *j) {
     for (int n = 0; n < 12; n++) {
         const int frozen = n / 2 % 2, from = j->log.num, calls = h.calls[CHOSEN];
         if (j->m.frozen[CHOSEN] != frozen) freeze(j, CHOSEN, frozen);
-        forward(j); /* without any setter */
+        forward(j); /* no setter is called */
         for (int p = 0; p < ALL; p++)
             if (!j->m.frozen[p] && (p != CHOSEN || n % 2)) write_grad(j, p);
         CALL(j->w, fsdp_replicate_post_backward(j->rep));
@@ -1198,7 +1205,7 @@ TEST_P(replicate, post_accumulate_hook_of_frozen, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* The order in which gradients got ready, and the buckets that follow from it. */
+/* The order in which gradients become ready, and the buckets that follow from it. */
 static void ready_order(job *j) {
     char text[200], want[200];
     int32_t order[ALL], wanted[ALL], back[ALL];
@@ -1207,7 +1214,7 @@ static void ready_order(job *j) {
         int seen = 0;
         fsdp_replicate_desc d = j->c->d;
         shuffle(&j->seed, wanted, ALL);
-        if (n == 19) memcpy(back, order, sizeof back); /* this backward leaves one out */
+        if (n == 19) memcpy(back, order, sizeof back); /* this backward leaves out a parameter */
         forward(j);
         while (seen < ALL - (n == 19)) {
             int count = 1; /* a call's parameters count last to first */
@@ -1245,23 +1252,23 @@ TEST(replicate, order) {
 /* ---- PyTorch's DistributedDataParallel ------------------------------------------------------- */
 
 typedef struct golden_run {
-    int number, ranks; /* of the case in the file */
+    int number, ranks; /* number and ranks of the case in the file */
     fsdp_dtype reduce;
     fsdp_param_desc *params;
     int num_params, added, onto_reduced; /* added: backwards since gradients were dropped */
 } golden_run;
 
-/* How far PyTorch's numbers may be away: it divides before it sums, and again what was reduced
-   before; the library divides once, after it has summed. With a hook it keeps gradients in the
-   hook's dtype until they are reduced, PyTorch in f32. Addends are at most 1, one of each
-   backward. */
+/* Returns the largest difference allowed from PyTorch's numbers. PyTorch divides before it sums,
+   and divides reduced gradients again; the library divides once, after the sum. With a hook the
+   library keeps gradients in the hook's dtype until they are reduced, PyTorch in f32. Summands are
+   at most 1, one per backward. */
 static double golden_limit(const golden_run *c) {
     const double step = c->reduce == FSDP_BF16 ? 4e-3 : c->reduce == FSDP_F16 ? 5e-4 : 1.2e-7;
     const int kept = c->reduce != FSDP_DTYPE_KEEP && c->added > 1;
     return step * c->added * ((c->ranks > 2 ? c->ranks - 1 : c->onto_reduced) + 2 * kept) / 2;
 }
 
-/* A step: which gradients there are, then what has to come out of them. */
+/* Runs a step of the file: its gradients, then the expected results. */
 static void golden_step_of(lab_rank *r, golden *g, fsdp_model *m, fsdp_replicate *rep,
                            golden_run *c) {
     int *used = (int *)lab_zeros((size_t)c->num_params, sizeof *used);
@@ -1390,7 +1397,7 @@ typedef struct sized { /* parameters of random sizes */
     fsdp_dtype dtype[SIZED];
     int32_t order[SIZED];
     uint64_t seed;
-    uint64_t *digest; /* of what came out */
+    uint64_t *digest; /* hash of the results */
 } sized;
 
 static float any_float(const sized *s, int p, int64_t k, int rank) {
@@ -1398,8 +1405,8 @@ static float any_float(const sized *s, int p, int64_t k, int rank) {
                    (1 + (double)(k % 7) / 3));
 }
 
-/* The gradients of one backward in buckets as random ones, one for all, one for each parameter; or
-   without fsdp_replicate.h in a unit for each layer of two parameters. */
+/* Computes the gradients of one backward with random buckets, one bucket, one bucket per parameter;
+   or without fsdp_replicate.h, with a unit for each layer of two parameters. */
 static void layout(lab_rank *r, const sized *s, int which, float *out[SIZED]) {
     fsdp_param_desc d[SIZED];
     fsdp_replicate_desc rd = FSDP_ZERO;
@@ -1487,7 +1494,7 @@ static void random_sizes(sized *s, uint64_t seed, int most) {
     for (int p = 0; p < s->count; p++) {
         s->numel[p] = lab_pick(&state, 6) ? lab_pick(&state, lab_pick(&state, 2) ? most : 40) : 0;
         if (p % 2)
-            s->dtype[p] = s->dtype[p - 1]; /* a unit of two dtypes reduces in the wider one */
+            s->dtype[p] = s->dtype[p - 1]; /* a unit with two dtypes reduces in the wider one */
         else s->dtype[p] = mixed && lab_pick(&state, 2) ? FSDP_BF16 : FSDP_F32;
     }
     shuffle(&state, s->order, s->count);
@@ -1502,7 +1509,7 @@ static void bits(int ranks, int lanes, int processes, uint64_t seed, int most, u
     how.processes = processes;
     random_sizes(&s, seed, most);
     s.digest = (uint64_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
-                                0); /* of processes, too */
+                                0); /* shared with processes */
     CHECK(s.digest != MAP_FAILED);
     lab_run(ranks, &how, same_bits, &s);
     for (int r = 1; r < ranks; r++) CHECK(s.digest[r] == s.digest[0]);
@@ -1515,7 +1522,7 @@ static const struct {
     const char *name;
     int ranks;
 } bit_worlds[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}, {"W=8", 8}};
-/* Seeds from `seed` on: processes first, since CUDA does not survive a fork. */
+/* Runs seeds from `seed` on: processes first, since CUDA does not survive a fork. */
 static void all_bits(int ranks, uint64_t seed, int seeds, int most) {
     uint64_t digests[30] = {0};
     CHECK(seeds <= 30);
@@ -1571,7 +1578,7 @@ static void nulls(job *j) {
     step(j, 1);
 }
 
-/* Descs that are wrong; nothing is added to the model, and a right one works afterwards. */
+/* Invalid descs add nothing to the model, and a valid one works afterwards. */
 static void bad_descs(lab_rank *r) {
     const int32_t twice[3] = {2, 0, 2}, beyond[3] = {0, 3, 1}, negative[3] = {-1, 0, 1};
     const int64_t caps[2] = {10, 0}, minus[1] = {-7};
@@ -1628,11 +1635,11 @@ static void bad_descs(lab_rank *r) {
     BAD(d.size = 3, "fsdp_replicate_desc");
     BAD(d.end_canary++, "fsdp_replicate_desc");
     BAD(d.params = q; q[2].end_canary++, "fsdp_replicate_desc.params[2]");
-    BAD(d.params = q; q[1].ndim = 0, "'v'"); /* by fsdp_fully_shard, of the first bucket */
+    BAD(d.params = q; q[1].ndim = 0, "'v'"); /* fsdp_fully_shard refuses it, for the first bucket */
     BAD(d.params = q; q[0].shape[0] = -1, "'w'");
     CALL(r->w, fsdp_replicate_create(m, &good, &rep));
     CHECK_EQ_INT(fsdp_replicate_num_buckets(rep), 1);
-    char name[300]; /* cut, but for its number */
+    char name[300]; /* cut, except for its number */
     memset(name, 'n', sizeof name);
     name[299] = 0;
     d = good;
@@ -1645,8 +1652,8 @@ static void bad_descs(lab_rank *r) {
     }
 }
 TEST(replicate_errors, descs) { lab_run(4, NULL, bad_descs, NULL); }
-/* What failed before a forward is no failure of its backward. A getter has no status: finalize tells
-   what has failed. */
+/* A failure before a forward is no failure of its backward. A getter has no status: finalize
+   reports its failure. */
 static void fails_before(job *j) {
     REFUSED(j->w, fsdp_replicate_ready(j->rep, ALL, 1), "[E960]");
     CHECK(lab_undefined(j->m.model, fsdp_replicate_grad(j->rep, -1)));
@@ -1662,8 +1669,8 @@ TEST(replicate_errors, nulls) {
     run(&c, 2, 0);
 }
 
-/* A step in which calls are wrong: they are refused by name, change nothing, and the step goes on.
-   post_backward tells again that something was wrong. */
+/* Invalid calls within a step are refused with their names and change nothing, and the step
+   continues. post_backward reports again that a call was invalid. */
 static void wrong_calls(job *j) {
     int active = 7, at_fault = 0;
     for (int n = 0; n < 4; n++) {
@@ -1681,7 +1688,7 @@ static void wrong_calls(job *j) {
                    "bucket.");
         CHECK_EQ_INT(active, 0);
         at_fault = FSDP_OK;
-        if (n == 0) { /* in the open bucket, and of several of which one is ready */
+        if (n == 0) { /* in the open bucket, or several parameters of which one is ready */
             at_fault = FSDP_ERR_INVALID_STATE;
             REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_replicate_ready(j->rep, 5, 4),
                        "[E961] replicate_ready: parameter 'b3' (bucket.0) is ready already "
@@ -1698,7 +1705,7 @@ static void wrong_calls(job *j) {
                     "first is -1, count is 1, expected parameters of 0..8");
             REFUSED(j->w, fsdp_replicate_ready(j->rep, 3, -1), "count is -1");
         }
-        if (n == 2) { /* but for the getter these are asked, and no part of the backward */
+        if (n == 2) { /* except for the getter, these are queries and not part of the backward */
             at_fault = FSDP_ERR_INVALID_ARG;
             CHECK(lab_undefined(j->m.model, fsdp_replicate_data(j->rep, ALL)));
             REFUSED(j->w, FSDP_ERR_INVALID_ARG, "[E960] replicate_data: first is 9, count is 1");
@@ -1713,7 +1720,7 @@ static void wrong_calls(job *j) {
             else CHECK(!fsdp_replicate_grad(j->rep, p));
             CALL(j->w, fsdp_replicate_ready(j->rep, p, 1));
         }
-        if (n == 0) { /* in a bucket that is under way */
+        if (n == 0) { /* its bucket is being reduced */
             CHECK(lab_undefined(j->m.model, fsdp_replicate_grad(j->rep, 6)));
             REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, FSDP_ERR_INVALID_STATE,
                        "[E961] replicate_grad: parameter 'b2' (bucket.0) is ready already");
@@ -1721,7 +1728,8 @@ static void wrong_calls(job *j) {
         REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
                    "4 of 4 are reduced: call fsdp_replicate_post_backward");
         CHECK_STATUS(fsdp_replicate_post_backward(j->rep), at_fault);
-        const fsdp_status again = fsdp_finalize_backward(j->m.model); /* of the calls of fsdp.h */
+        /* reports failures of fsdp.h's calls */
+        const fsdp_status again = fsdp_finalize_backward(j->m.model);
         CHECK(again == FSDP_OK || again == FSDP_ERR_INVALID_STATE ||
               (int)again == at_fault);
         expect(j, 1);
@@ -1737,14 +1745,14 @@ TEST(replicate_errors, calls) {
     run(&c, 2, 2);
 }
 
-/* Hooks at a wrong time; the texts are those of fsdp.h, and name a bucket. */
+/* Hooks called at a wrong time: the texts are those of fsdp.h, and name a bucket. */
 static void too_early(job *j) {
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_replicate_post_forward(j->rep), "'bucket.0'");
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_replicate_ready(j->rep, 5, 1), "'bucket.1'");
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_replicate_post_backward(j->rep), "'bucket.0'");
     CHECK(lab_undefined(j->m.model, fsdp_replicate_data(j->rep, 5)));
     CHECK(lab_undefined(j->m.model, fsdp_replicate_grad(j->rep, 5)));
-    CALL(j->w, fsdp_model_reset(j->m.model)); /* forgets all of it */
+    CALL(j->w, fsdp_model_reset(j->m.model)); /* clears all of it */
     step(j, 1);
 }
 TEST(replicate_errors, too_early) {
@@ -1752,7 +1760,7 @@ TEST(replicate_errors, too_early) {
     run(&c, 2, 0);
 }
 
-/* A getter that is asked for another dtype fails, and gives the parameter to no one. */
+/* A getter that is called with another dtype fails, and returns no memory of a parameter. */
 static void wrong_dtypes(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_mat("w", 6, 4), fsdp_vec("b", 6)};
     fsdp_model_desc md = FSDP_ZERO;
@@ -1780,7 +1788,7 @@ static void wrong_dtypes(lab_rank *r) {
 }
 TEST(replicate_errors, dtypes) { lab_run(2, NULL, wrong_dtypes, NULL); }
 
-/* A reset inside of a backward forgets which buckets are due: finalize reduces none. */
+/* A reset within a backward drops the due buckets: finalize reduces none. */
 static void reset_in_backward(lab_rank *r) {
     const fsdp_param_desc params[2] = {fsdp_mat("a", 16, 16), fsdp_mat("b", 16, 16)};
     fsdp_replicate_desc d = FSDP_ZERO;
@@ -1788,7 +1796,7 @@ static void reset_in_backward(lab_rank *r) {
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     fsdp_model *m = lab_model(r->w, NULL);
     d.params = params, d.num_params = 2;
-    d.first_bytes = d.bucket_bytes = 1; /* a bucket for each */
+    d.first_bytes = d.bucket_bytes = 1; /* one bucket for each */
     CALL(r->w, fsdp_replicate_create(m, &d, &rep));
     CALL(r->w, fsdp_replicate_pre_forward(rep));
     CALL(r->w, fsdp_replicate_post_forward(rep));
@@ -1834,7 +1842,7 @@ static void both(lab_rank *r) {
                     "parameter is sharded or replicated, not both");
             CHECK(!unit);
             CHECK_EQ_INT(fsdp_num_units(m), 1);
-            ud.name = "g"; /* the same parameter's name in another unit */
+            ud.name = "g"; /* an equal parameter name in another unit */
             CALL(r->w, fsdp_fully_shard(m, &ud, &unit));
         } else {
             d.params = fine, d.num_params = 6;
@@ -1872,7 +1880,7 @@ static void between(lab_rank *r) {
         lab_forward(r->w, unit);
         CALL(r->w, fsdp_replicate_post_forward(rep));
         fsdp_status status = FSDP_OK;
-        if (r->rank == 0) { /* the other rank does not use it, and says nothing of it */
+        if (r->rank == 0) { /* the other rank does not use it, and does not mark it ready */
             float *grad = (float *)fsdp_replicate_grad(rep, 1);
             CHECK(grad != NULL);
             for (int k = 0; k < 30; k++) grad[k] += (float)k;
@@ -1882,7 +1890,7 @@ static void between(lab_rank *r) {
         float *grad = status ? NULL : (float *)fsdp_grad(unit, 0);
         for (int k = 0; k < 18 && grad; k++) grad[k] += (float)(k * (1 + r->rank));
         if (!status) status = fsdp_post_backward(unit);
-        if (!late) { /* one rank averages a bucket, the other one scatters */
+        if (!late) { /* one rank reduces a bucket, the other one a unit */
             if (!status) status = fsdp_replicate_post_backward(rep);
             if (!status) status = fsdp_finalize_backward(m);
             W_CHECK(status == FSDP_ERR_MISMATCH, "%s: %s", fsdp_status_name(status),
@@ -1921,7 +1929,7 @@ TEST_P(replicate, between_others, lates) {
 
 /* ---- several dtypes -------------------------------------------------------------------------- */
 
-/* What differs in dtype, in keep_dtype or in being frozen is never in one bucket. */
+/* Parameters that differ in dtype, in keep_dtype or in being frozen never share a bucket. */
 static void dtypes(lab_rank *r) {
     enum { COUNT = 12 };
     static const fsdp_dtype stored[3] = {FSDP_F32, FSDP_BF16, FSDP_F64};
@@ -1988,7 +1996,7 @@ TEST(replicate, mixed_dtypes) {
 
 /* ---- hooks ----------------------------------------------------------------------------------- */
 
-typedef struct hooked { /* what a rank's hook has seen, and what it does */
+typedef struct hooked { /* observations of a rank's hook, and its behaviour */
     job *j;
     int calls, next, in_order, split, compress, fail_at, threads;
     pthread_t main;
@@ -2051,7 +2059,8 @@ static fsdp_status hook(void *user, const fsdp_replicate_bucket *b, const fsdp_c
     return ops->run(comm, coll);
 }
 
-/* Gradients that are no whole numbers: a backward of the same steps in any way of reducing. */
+/* Runs a backward with gradients that are not integers; the steps are equal for each way to reduce.
+   */
 static void any_backward(job *j, float *out) {
     CALL(j->w, fsdp_replicate_pre_forward(j->rep));
     CALL(j->w, fsdp_replicate_post_forward(j->rep));
@@ -2078,7 +2087,7 @@ static void hooks(job *j) {
     memset(&h, 0, sizeof h);
     h.j = j, h.in_order = 1, h.fail_at = -1, h.main = pthread_self();
     any_backward(j, plain);
-    for (int n = 0; n < 4; n++) { /* nothing else; in parts; a parameter is thawed; none */
+    for (int n = 0; n < 4; n++) { /* plain; in parts; with a parameter thawed; with no hook */
         h.split = n == 1 || n == 2;
         if (n == 2) freeze(j, 7, 0), freeze(j, 2, 1);
         if (n == 2) CALL(j->w, fsdp_replicate_set_hook(j->rep, NULL, NULL));
@@ -2090,7 +2099,8 @@ static void hooks(job *j) {
         CHECK_EQ_INT(h.calls, n == 0 ? 3 : n == 1 ? 6 : 10);
     }
     CHECK(h.in_order);
-    CHECK_EQ_INT(h.threads, j->r->start->how.lanes > 0 && !lib_on_streams(j->w)); /* a worker's */
+    /* they run in a worker thread */
+    CHECK_EQ_INT(h.threads, j->r->start->how.lanes > 0 && !lib_on_streams(j->w));
 }
 static const struct {
     const char *name;
@@ -2133,7 +2143,7 @@ TEST_P(replicate, bf16_by_hook, several) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* The job ends with the status of a hook that fails, on its rank; the others are told of it. */
+/* A hook that fails ends the job with its status on its rank; the others get an error. */
 static void failing_hook(job *j) {
     hooked h;
     fsdp_status status;
@@ -2149,7 +2159,7 @@ static void failing_hook(job *j) {
                 fsdp_last_error(j->w));
     else W_CHECK(status, "%s", fsdp_last_error(j->w));
     W_CHECK(strstr(fsdp_last_error(j->w), "rank 0"), "%s", fsdp_last_error(j->w));
-    /* A loop that looks at nothing goes on in memory that nobody reads. */
+    /* A loop that ignores statuses continues in unused memory. */
     CHECK(fsdp_replicate_pre_forward(j->rep) != FSDP_OK);
     CHECK(fsdp_replicate_post_forward(j->rep) != FSDP_OK);
     for (int p = ALL - 1; p >= 0; p--) {
@@ -2160,14 +2170,14 @@ static void failing_hook(job *j) {
         CHECK(fsdp_replicate_ready(j->rep, p, 1) != FSDP_OK);
     }
     CHECK(fsdp_replicate_post_backward(j->rep) != FSDP_OK);
-    lib_drain(j->w); /* the hook is this function's */
+    lib_drain(j->w); /* the hook uses this function's variables */
 }
 TEST_P(replicate, hook_that_fails, several) {
     conf c = conf_of(failing_hook);
     run(&c, row->ranks, row->lanes);
 }
 
-/* A hook that is refused, because a later bucket is in use, is set for none. */
+/* A hook that is refused because a later bucket is in use is set for no bucket. */
 static void half_way(job *j) {
     hooked h;
     memset(&h, 0, sizeof h);
@@ -2175,14 +2185,14 @@ static void half_way(job *j) {
     for (int n = 0; n < 3; n++) {
         if (n == 1) CALL(j->w, fsdp_replicate_set_hook(j->rep, hook, &h));
         forward(j);
-        write_grad(j, 5); /* of the second bucket */
+        write_grad(j, 5); /* in the second bucket */
         REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w,
                    fsdp_replicate_set_hook(j->rep, n == 0 ? hook : NULL, &h), "replicate_set_hook");
         CALL(j->w, fsdp_replicate_ready(j->rep, 5, 1));
         for (int p = 0; p < ALL; p++)
             if (p != 5 && !j->m.frozen[p]) write_grad(j, p);
         CALL(j->w, fsdp_replicate_post_backward(j->rep));
-        (void)!fsdp_finalize_backward(j->m.model); /* tells of the setter */
+        (void)!fsdp_finalize_backward(j->m.model); /* reports the setter */
         CALL(j->w, fsdp_finalize_backward(j->m.model));
         expect(j, 1);
         lab_check_grads(&j->m, &j->t);
@@ -2196,7 +2206,7 @@ TEST(replicate, hook_half_way) {
     run(&c, 2, 0);
 }
 
-/* ---- uneven inputs, equal beginnings --------------------------------------------------------- */
+/* ---- uneven inputs, and equal start values --------------------------------------------------- */
 
 static const struct join {
     const char *name;
@@ -2209,7 +2219,7 @@ static const struct join {
              {"plan,all,lanes=2", 0, 2, {4, 4, 5, 4}, 1, 0},
              {"plan,recorded", 1, 0, {5, 1, 5, 5}, 1, 0}};
 
-/* A step in which ranks with a batch get gradients ready in the same order. */
+/* Runs a step in which ranks with a batch mark gradients ready in equal order. */
 static void joined_step(job *j, const int *batches, int step, int divide) {
     int active = -1, wanted = 0;
     const int has_batch = batches[j->r->rank] > step;
@@ -2245,14 +2255,14 @@ static void joined(job *j) {
     fsdp_plan *plan = NULL;
     fsdp_plan_report rep;
     if (row->planned) CALL(j->w, fsdp_plan_create(j->m.model, NULL, &plan));
-    for (int i = 0; i < 6; i++) { /* in the last one nobody has a batch */
+    for (int i = 0; i < 6; i++) { /* in the last step no rank has a batch */
         joined_step(j, row->batches, i, row->divide);
         if (i == 4 && plan) { /* on all ranks, also on those that have a batch */
             CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_EAGER);
             CHECK_MSG(strstr(fsdp_plan_why(plan), "uneven"), "%s", fsdp_plan_why(plan));
         }
     }
-    /* With a batch on every rank all is as before, and plans go on. */
+    /* With a batch on every rank all is as before, and plans continue. */
     for (int i = 0; i < 3; i++) joined_step(j, all, i, row->divide);
     if (!plan) step(j, 1);
     if (!plan) return;
@@ -2277,7 +2287,7 @@ static void fill_by_rank(void *user, const fsdp_param_view *block) {
 static void broadcasts(job *j) {
     for (int root = 0; root < j->r->size; root++) {
         CALL(j->w, fsdp_init_params(j->m.model, fill_by_rank, j));
-        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0)); /* casts of what is there before */
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0)); /* casts of the old values */
         CALL(j->w, fsdp_replicate_pre_forward(j->rep));
         CALL(j->w, fsdp_replicate_post_forward(j->rep));
         CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
@@ -2286,7 +2296,7 @@ static void broadcasts(job *j) {
             for (int64_t k = 0; k < lab_numel_of(&net, p); k++)
                 j->t.weight[p][k] = (float)(root * 100 + k % 50);
         lab_check_params(&j->m, &j->t);
-        step(j, 1); /* its casts are new */
+        step(j, 1); /* casts of the new values */
     }
 }
 TEST_P(replicate, broadcast, worlds) {
@@ -2298,7 +2308,7 @@ TEST_P(replicate, broadcast, worlds) {
     }
 }
 
-/* Larger than a step of it. */
+/* Broadcasts more than one chunk. */
 static void broadcast_large(lab_rank *r) {
     const fsdp_param_desc params[2] = {fsdp_vec("small", 3), fsdp_mat("large", 5 * MIB, 1)};
     fsdp_replicate_desc d = FSDP_ZERO;
@@ -2319,7 +2329,7 @@ static void broadcast_large(lab_rank *r) {
 }
 TEST(replicate, broadcast_large) { lab_run(2, NULL, broadcast_large, NULL); }
 
-/* The index in desc.params of each view, whatever bucket it is in. */
+/* Checks the index in desc.params of each view, whatever its bucket. */
 static void params_of_views(job *j) {
     fsdp_param_view v = FSDP_ZERO;
     int seen = 0, moved = 0;
@@ -2374,12 +2384,12 @@ static void on_meshes(lab_rank *r) {
             update(j);
         }
         CALL(j->w, fsdp_init_params(j->m.model, fill_by_rank, j));
-        CALL(j->w, fsdp_replicate_broadcast(j->rep, 1)); /* the second one of each group */
+        CALL(j->w, fsdp_replicate_broadcast(j->rep, 1)); /* from the second rank of each group */
         for (int p = 0; p < ALL; p++)
             for (int64_t k = 0; k < lab_numel_of(&net, p); k++)
                 j->t.weight[p][k] = (float)((j->first + j->stride) * 100 + k % 50);
         lab_check_params(&j->m, &j->t);
-        int active = 0; /* of my group alone */
+        int active = 0; /* in this rank's group only */
         CALL(j->w, fsdp_replicate_join(j->rep, r->rank == 1, 1, &active));
         int wanted = 0;
         for (int k = 0; k < j->members; k++) wanted += j->first + k * j->stride == 1;
@@ -2393,7 +2403,7 @@ TEST(replicate, meshes) {
     lab_run(4, NULL, on_meshes, &c);
 }
 
-/* ---- memory that is not there ---------------------------------------------------------------- */
+/* ---- lack of memory -------------------------------------------------------------------------- */
 
 static void no_memory(lab_rank *r) {
     job *j = (job *)lab_zeros(1, sizeof *j);
@@ -2402,7 +2412,8 @@ static void no_memory(lab_rank *r) {
     fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
     const int32_t shape[1] = {r->size};
     if (c.arg) c.d.mesh = lab_mesh(r->w, 1, shape, NULL, NULL);
-    for (int64_t n = -1; n <= 0 || status; n++) { /* once none, so that all else is there */
+    /* first without a failure, so that lasting memory exists */
+    for (int64_t n = -1; n <= 0 || status; n++) {
         job_begin(j, &c, r);
         const int64_t live = r->heap->live, bytes = r->heap->live_bytes;
         j->m.model = lab_model(r->w, &c.md);
@@ -2416,7 +2427,7 @@ static void no_memory(lab_rank *r) {
             W_CHECK(strstr(fsdp_last_error(r->w), "memory"), "%s", fsdp_last_error(r->w));
             CHECK(!j->rep);
             failures++;
-            if (!fsdp_num_units(j->m.model)) { /* then it can be tried again */
+            if (!fsdp_num_units(j->m.model)) { /* then another try must work */
                 CALL(r->w, job_try(j));
                 CHECK_EQ_INT(fsdp_replicate_num_buckets(j->rep), NET_BUCKETS);
             }
@@ -2425,8 +2436,8 @@ static void no_memory(lab_rank *r) {
             step(j, 1);
         }
         fsdp_model_destroy(j->m.model);
-        /* NCCL keeps what its collectives needed. The thread of a store, which shared memory does
-           not have, takes and gives buffers: what it holds at the first look may be less later. */
+        /* NCCL keeps memory of its collectives. The thread of a store, which shared memory does not
+           have, uses buffers: it may hold fewer later than at first. */
         const int compare = c.arg && (status || (n >= 0 && !lib_on_streams(r->w)));
         for (int i = 0;
              i < 5000 && compare && (r->heap->live > live || r->heap->live_bytes > bytes); i++)
@@ -2489,7 +2500,7 @@ static void on_streams(int late, int checks) {
         for (int k = from; k < s.num_ops; k++) {
             const int waits = s.ops[k].kind == FSDP_OP_WAIT && s.ops[k].label == FSDP_LABEL_FINAL;
             if (s.ops[k].kind == FSDP_OP_ALL_REDUCE) {
-                CHECK_EQ_INT(after, 0); /* all are on their way before anything waits */
+                CHECK_EQ_INT(after, 0); /* all are issued before anything waits */
                 CHECK(s.ops[k].stream != FSDP_STREAM_COMPUTE);
             }
             after += waits;
@@ -2513,7 +2524,7 @@ TEST(replicate, streams) {
 
 /* ---- random programs ------------------------------------------------------------------------- */
 
-/* What a program is made of is the same on all ranks; each does its part in an order of its own. */
+/* Draws a net, equal on all ranks; each rank does its part in its own order. */
 static void random_net(uint64_t *state, lab_param *rows, lab_net *out) {
     static const char *const names[LAB_PARAMS] = {"a", "b", "c", "d", "e", "f", "g", "h",
                                                   "i", "j", "k", "l", "m", "n", "o", "p"};
@@ -2580,7 +2591,7 @@ static void random_programs(lab_rank *r) {
     free(j);
 }
 static void programs_run(int count) {
-    enum { SOME = 50 }; /* that share a world */
+    enum { SOME = 50 }; /* programs that share a world */
     for (int n = 0; n < count; n += SOME) {
         programs of = {n, n + SOME < count ? SOME : count - n};
         lab_how how;

@@ -1,7 +1,7 @@
 /* test_replicate_faults.c - a rank that dies, stops or leaves out fsdp_replicate_post_backward
    between two buckets: the others end within their deadline, with a status and a text that name the
    bucket they wait for and the rank. Ranks are processes on the backend of FSDP_BACKEND: shared
-   memory, Gloo, and NCCL on the stand-ins of tests/stubs.
+   memory, Gloo, and NCCL on the stubs of tests/stubs.
 
    SPDX-License-Identifier: MIT */
 #define TAGS SLOW | GLOO | NCCL | AT_NIGHT(ASAN)
@@ -32,16 +32,16 @@ static fsdp_status make_trainer(trainer *t) {
     return fsdp_init_params(t->model, first_values, NULL);
 }
 
-/* Parameter i has its gradient. */
+/* Computes the gradient of parameter i and marks it ready. */
 static fsdp_status write_grad(const trainer *t, int i) {
     const float *data = (const float *)fsdp_replicate_data(t->rep, i);
     float *grad = (float *)fsdp_replicate_grad(t->rep, i);
-    if (!data || !grad) return fsdp_replicate_ready(t->rep, i, 1); /* says why */
+    if (!data || !grad) return fsdp_replicate_ready(t->rep, i, 1); /* returns the reason */
     for (int k = 0; k < NUMEL; k++) grad[k] += data[k] / 8 + (float)fsdp_rank(t->world);
     return fsdp_replicate_ready(t->rep, i, 1);
 }
 
-/* The first bucket is reduced, on all ranks: nobody is in it any more. */
+/* Waits until the first bucket is reduced on all ranks, and no rank is in it any more. */
 static void meet(job *j, const trainer *t) {
     fsdpi_drain(t->world);
     at(j, fsdp_rank(t->world), AT_ODD);
@@ -97,7 +97,7 @@ static job *make_job(const where *w, int timeout_ms) {
     j->begin = environment;
     return j;
 }
-/* The others have this status, and name the second bucket and the rank. */
+/* Checks that the others have this status, and name the second bucket and the rank. */
 static void all_blame(const job *j, fsdp_status status, int limit_ms) {
     all_got(j, j->victim, status, on_nccl() && j->lanes ? NULL : "'bucket.1'");
     all_name(j, j->victim, j->victim);
@@ -134,8 +134,8 @@ TEST_P(replicate_faults, rank_stops_between_buckets, wheres) {
     J_CHECK(j, in_order(&j->rank[row->victim]) && j->rank[row->victim].status, "the victim");
 }
 
-/* finalize refuses, and says what is missing. What the rank calls next meets the second bucket, or,
-   where reductions have a communicator of their own, is as if it had not come. */
+/* finalize refuses, and says what is missing. The rank's next call collides with the second bucket,
+   or, if reductions have a communicator of their own, the rank counts as missing. */
 static void nothing(job *j, fsdp_world *world) { (void)j, (void)world; }
 TEST_P(replicate_faults, rank_leaves_out_post_backward, wheres) {
     job *j = make_job(row, 1000);
@@ -155,7 +155,7 @@ TEST_P(replicate_faults, rank_leaves_out_post_backward, wheres) {
                 "rank %d does not say where the victim is", k);
 }
 
-/* Or it calls nothing more. */
+/* The rank calls nothing more. */
 TEST_P(replicate_faults, rank_ends_without_post_backward, wheres) {
     job *j = make_job(row, 20000);
     j->quirk = shuts_down;

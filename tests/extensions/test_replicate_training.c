@@ -1,7 +1,7 @@
 /* test_replicate_training.c - upstream's test_replicate_training, test_replicate_with_fsdp,
-   test_replicate_mixed_precision and test_replicate by name: trainings of units that replicate and
-   do not shard, and of the buckets of fsdp_replicate.h, beside a replicated copy in plain C. What
-   they train is in trainings.h; test_replicate.c has what upstream has no test of.
+   test_replicate_mixed_precision and test_replicate, by name: trainings of units that replicate and
+   do not shard, and of the buckets of fsdp_replicate.h, compared with a replicated copy in plain C.
+   trainings.h has the nets; test_replicate.c has the tests without an upstream counterpart.
 
    "Units" have a mesh info of the kind FSDP_MESH_INFO_DDP; "buckets" are those of fsdp_replicate.h,
    with small caps, so that there are several. What is compared, and with which tolerance:
@@ -17,7 +17,7 @@
 
 /* ---- test_replicate_training ----------------------------------------------------------------- */
 
-/* Nothing is resharded after forward; by hand, and behind the backward, it is. */
+/* After forward nothing is resharded; explicitly, and after the backward, it is. */
 /* PyTorch: test_replicate_training.py test_param_registration_after_forward. Done: units. You pass
    FSDP_RESHARD_NEVER, which PyTorch's replicate always means; then the caller reshards. */
 TEST(replicate_training, param_registration_after_forward) {
@@ -70,7 +70,8 @@ TEST(replicate_training, multi_forward_module) { inner_twice(FS_REPLICATE); }
    gather, so that the lists change nothing: parity only. */
 TEST(replicate_training, explicit_prefetching) { explicit_prefetching(FS_REPLICATE, 2); }
 
-/* Casts of parameters that stay over the optimizer are stale; parameters themselves cannot be. */
+/* Casts of parameters that are kept across the optimizer step are stale; parameters themselves
+   cannot be. */
 /* PyTorch: test_replicate_training.py test_post_optim_event. Differs: there is no setter:
    fsdp_params_changed is the event. Casts of units that stay over the optimizer have the new values
    in the next forward. */
@@ -105,8 +106,8 @@ TEST(replicate_training, train_parity_with_shared_params) {
     shared_params(FS_BUCKETS);
 }
 
-/* Of an iteration: 4 units and 3 microbatches. What waits is in the last of them alone. Behind the
-   buckets comes the record of who used what. */
+/* Checks the collectives of an iteration with 4 units and 3 microbatches. Delayed reductions are
+   all in the last one. After the buckets comes the op for used parameters. */
 static void buckets_count(fs_run *x, int it) {
     const int each = x->c->before ? 1 : x->c->micros, buckets = fsdp_replicate_num_buckets(x->rep);
     CHECK(buckets > x->net->count);
@@ -158,7 +159,7 @@ TEST(replicate_training, replicate_tp) {
 
 /* ---- test_replicate_with_fsdp ---------------------------------------------------------------- */
 
-/* A unit's parameters are whole on each rank, or cut into rows. */
+/* Checks that a unit's parameters are replicated, or sharded by rows. */
 static void check_placed(fs_run *x, int unit, int replicated) {
     fsdp_mesh_info info = FSDP_ZERO;
     CALL(x->world, fsdp_unit_mesh_info(x->unit[unit], &info));
@@ -175,7 +176,7 @@ static void check_placed(fs_run *x, int unit, int replicated) {
     }
 }
 
-/* Which units replicate: bit u of a mask. */
+/* Makes units replicate: bit u of a mask. */
 static void make_mixed(fs_run *x) {
     const int mask = *(const int *)x->c->user;
     static const char *const name = "replicate";
@@ -207,7 +208,7 @@ static void train_mixed(const fs_net *net, int mask) {
     }
 }
 
-/* Layers replicate and shard by turns; the root does the one or the other. */
+/* Layers alternate between replicating and sharding; the root does either. */
 /* PyTorch: test_replicate_with_fsdp.py test_replicate_transformer. Done: mesh infos and local
    shapes in place of registry and placements. It also trains (PyTorch: does not). */
 TEST(replicate_with_fsdp, replicate_transformer) {
@@ -217,7 +218,7 @@ TEST(replicate_with_fsdp, replicate_transformer) {
     train_mixed(&net, 1 << 1 | 1 << 3);
 }
 
-/* The first layer replicates, the second one shards: the third one belongs to the root. */
+/* The first layer replicates, the second one shards, and the third one belongs to the root. */
 /* PyTorch: test_replicate_with_fsdp.py test_replicate_transformer_managed_modules. Not applicable:
    the library walks no modules. The test trains a layer that replicates and one that shards. */
 TEST(replicate_with_fsdp, replicate_transformer_managed_modules) {
@@ -235,7 +236,7 @@ TEST(replicate_with_fsdp, replicate_transformer_managed_modules) {
     train_mixed(&net, 1 << 1 | 1);
 }
 
-/* The mesh is a slice of (2, 1, 2): of two ranks each. */
+/* The mesh is a slice of (2, 1, 2), with two ranks. */
 static void slice_locate(fs_run *x) {
     static const char *const names[3] = {"replicate", "shard", "tp"};
     static const int32_t shape[3] = {2, 1, 2};
@@ -266,7 +267,7 @@ TEST(replicate_with_fsdp, replicate_tp_device_mesh) {
     fs_train(&c);
 }
 
-/* Gradients are compared, too: Adam hides that upstream's are sums. */
+/* Gradients are compared as well: with Adam it would not show that upstream's are sums. */
 /* PyTorch: test_replicate_with_fsdp.py test_train_replicate_fsdp. Done: gradients are means.
    PyTorch's test compares with sums, which Adam hides. */
 TEST(replicate_with_fsdp, train_replicate_fsdp) {
@@ -344,7 +345,7 @@ TEST(replicate_mixed_precision, dataclass_input) { structured(FS_REPLICATE); }
 
 /* ---- test_replicate -------------------------------------------------------------------------- */
 
-/* The whole batch on one device: what the mean over ranks comes to. */
+/* The reference trains on the whole batch on one device, which equals the mean over ranks. */
 static void one_bucket(fs_run *x) { CHECK_EQ_INT(fsdp_replicate_num_buckets(x->rep), 1); }
 static void several_buckets(fs_run *x) {
     CHECK_EQ_INT(fsdp_replicate_num_buckets(x->rep), x->net->count);
@@ -385,7 +386,7 @@ static fsdp_replicate *make_fcs(lab_rank *r, int first, const int64_t *caps, fsd
     CALL(r->w, fsdp_replicate_create(*model, &rd, &rep));
     return rep;
 }
-/* Names and contents are those of the module alone, whatever the buckets. */
+/* Names and contents are those of the module without buckets, whatever the buckets are. */
 static void save_and_load(lab_rank *r) {
     const int64_t *caps = (const int64_t *)r->arg;
     fsdp_model *model;
@@ -420,7 +421,8 @@ TEST(replicate, replicate_non_root_multiple_save_load, NO(SLOW)) {
     lab_run(2, NULL, save_and_load, &small);
 }
 
-/* What is not among the parameters is the trainer's: its gradients are those of the rank. */
+/* Tensors that are not among the parameters are the trainer's: their gradients stay those of the
+   rank. */
 static void ignores(lab_rank *r) {
     fsdp_model *model;
     fsdp_replicate *rep = make_fcs(r, 2, NULL, &model);

@@ -1,10 +1,9 @@
 /* test_replicate_with_compiler.c - PyTorch's tests of DDP under a compiler. Nothing is compiled
-   here: what a compiler promises there, the fixed schedule of fsdp_replicate.h keeps. A step issues
-   the same records every time, reduces each bucket once, allocates nothing, and has the same bits
-   as one unit for each layer.
+   here: the fixed schedule of fsdp_replicate.h keeps a compiler's promises. A step issues equal ops
+   every time, reduces each bucket once, allocates nothing, and has the bits of one unit per layer.
 
-   The net has four linear layers without an activation; its loss is the sum of its outputs. Every
-   gradient is so the product of two vectors, and each rank knows those of all ranks.
+   The net has four linear layers without an activation; its loss is the sum of its outputs. So
+   every gradient is the product of two vectors, and each rank knows those of all ranks.
 
    PyTorch's net has layers of 2000 numbers and runs on 2 ranks: here layers of 96 and PyTorch's
    caps in proportion, on 1 to 4 ranks, and, where counts matter, one row with PyTorch's numbers,
@@ -26,18 +25,18 @@ enum { LAYERS = 4, PARAMS = 8, RANKS = 4, MICROS = 2, ITERS = 8, BUCKETS = 3 };
 enum { DIM = 2000, SMALL = 96 };
 static const double rate = 1e-3;
 
-/* How steps are run: by calls; or a plan replays them. In rows of a plan there is a unit for each
-   parameter, and the plan joins their reductions; or there are buckets, which it replays. */
+/* How steps run: eagerly, or replayed by a plan. With a plan, each parameter has a unit and the
+   plan buckets their reductions; or there are buckets, which the plan replays. */
 enum { EAGER, PLANNED };
 static const char *const runs[] = {"eager", "planned"};
 
-typedef struct setting { /* of a row */
+typedef struct setting { /* one row */
     const char *name;
     int dim, ranks, processes, lanes, run, simulated;
 } setting;
 
-/* Rows of 2000 numbers are about messages: what they reduce is drawn, not computed, and they make
-   no optimizer step. */
+/* Rows of 2000 numbers test messages: their gradients are random, and they make no optimizer step.
+   */
 #define ROWS                                                                                       \
     {"W=1", SMALL, 1, 0, 0, EAGER, 0}, {"W=2", SMALL, 2, 0, 0, EAGER, 0},                          \
         {"W=2,processes,lanes", SMALL, 2, 1, 2, EAGER, 0},                                         \
@@ -65,17 +64,18 @@ static const setting gpus[] = {SIMULATED,
                                {"native,W=2", SMALL, 2, 1, 0, EAGER, 0},
                                {"planned,native,W=2", SMALL, 2, 1, 0, PLANNED, 0}};
 
-/* The same model: a unit for each layer, buckets, buckets that are spelled out and reduced at the
+/* Ways to build the model: a unit for each layer, buckets, explicit buckets that are reduced at the
    end, a unit for each parameter. */
 enum { LAYERWISE, BUCKETED, LATE, PARAMWISE, WAYS };
 static const char *const ways[WAYS] = {"layers", "buckets", "late buckets", "parameters"};
 
 typedef struct options {
     fsdp_dtype param, reduce;
-    int checkpoint;    /* the first layer's output is forgotten, and made again in backward */
+    int checkpoint;    /* the first layer's output is recomputed in backward */
     int backward_only; /* only the backward is recorded */
     int iters;
-    unsigned unsynced, kept; /* sets of iterations: not reduced; no zero_grad and no step before */
+    /* sets of iterations: without reduction; without zero_grad and step before */
+    unsigned unsynced, kept;
 } options;
 
 /* ---- the arithmetic of a layer --------------------------------------------------------------- */
@@ -110,12 +110,12 @@ static void tape_end(tape *t) {
     for (int l = 0; l <= LAYERS; l++) free(t->in[l]);
     for (int l = 0; l < LAYERS; l++) free(t->grad[l]);
 }
-/* A rank's input, and the gradient of the sum of the outputs. */
+/* Sets a rank's input, and the gradient of the sum of the outputs. */
 static void tape_feed(tape *t, int dim, int rank, int it) {
     golden_fill(t->in[0], (uint64_t)(123 + rank + it), dim, 2);
     for (int i = 0; i < dim; i++) t->grad[LAYERS - 1][i] = 1;
 }
-/* The gradient that a rank finds: element j of row i; a bias is one row. */
+/* Returns element j of row i of a rank's gradient; a bias is one row. */
 static float tape_grad(const tape *t, int p, int64_t i, int64_t j) {
     return p % 2 ? t->grad[p / 2][j] : t->grad[p / 2][i] * t->in[p / 2][j];
 }
@@ -133,19 +133,20 @@ typedef struct net {
     const setting *c;
     const options *o;
     int rank, size, dim, way, units, exact;
-    double scale; /* of initial parameters */
+    double scale; /* largest initial parameter */
     fsdp_model *m;
     fsdp_replicate *rep;
     fsdp_plan *plan;
     fsdp_unit *unit[PARAMS]; /* in the order of their reductions */
     int members[PARAMS][PARAMS], num_members[PARAMS];
-    int at[PARAMS], index[PARAMS]; /* unit of a parameter, and place there */
+    int at[PARAMS], index[PARAMS]; /* unit of a parameter, and index in it */
     fsdp_adamw *adam;
     lab_log log;
-    int begin[ITERS + 1], back[ITERS], back_end[ITERS]; /* records of iterations, their backwards */
-    int issued[PARAMS];            /* all-reduces when a gradient was asked for */
-    int it, micros;                /* iterations that wait for a reduction */
-    tape mine, all[MICROS][RANKS]; /* what I computed; what each rank has to */
+    /* ops of iterations and of their backwards */
+    int begin[ITERS + 1], back[ITERS], back_end[ITERS];
+    int issued[PARAMS];            /* all-reduces issued when a gradient was requested */
+    int it, micros;                /* micros: iterations without a reduction so far */
+    tape mine, all[MICROS][RANKS]; /* this rank's results; expected results of each rank */
     float *f32[PARAMS], *before[PARAMS];
 } net;
 
@@ -167,7 +168,7 @@ static void fill(void *user, const fsdp_param_view *block) {
                                             n->scale);
 }
 
-/* PyTorch's caps, as parts of a weight's bytes. */
+/* Sets PyTorch's caps, scaled by the size of a weight. */
 static void caps_of(int dim, int64_t caps[2]) {
     caps[0] = (int64_t)((1 << 20) * ((double)dim * dim / ((double)DIM * DIM)));
     caps[1] = (int64_t)((25 << 20) * ((double)dim * dim / ((double)DIM * DIM)));
@@ -257,14 +258,14 @@ static void net_end(net *n) {
 
 static int has(unsigned set, int it) { return (int)(set >> it & 1); }
 
-/* Element k of the gradient that this iteration is to be added to. */
+/* Returns element k of the gradient to which this iteration adds. */
 static float before(const net *n, int p, int64_t k) {
     return has(n->o->kept, n->it) ? n->before[p][k] : 0;
 }
 
 /* ---- a step ---------------------------------------------------------------------------------- */
 
-/* Numbers of the library as f32, in n->f32. */
+/* Converts the library's numbers to f32, in n->f32. */
 static const float *as_f32(net *n, int p, const void *from, fsdp_dtype dtype) {
     W_CHECK(from != NULL, "nothing of %s: %s", names[p], fsdp_last_error(n->w));
     const int64_t nbytes = numel_of(n, p) * (int64_t)fsdp_dtype_size(dtype);
@@ -291,7 +292,7 @@ static void draw(net *n) {
     n->micros++;
 }
 
-/* What every rank has to compute in this iteration, from the parameters as they are now. */
+/* Computes every rank's expected results in this iteration, from the current parameters. */
 static void foresee(net *n) {
     const float *x[PARAMS];
     if (n->dim == DIM) {
@@ -308,7 +309,7 @@ static void foresee(net *n) {
     }
     for (int r = 0; r < n->size; r++) {
         tape *t = &n->all[n->micros][r];
-        tape_feed(t, n->dim, n->s ? 0 : r, n->it); /* the simulated ranks are all alike */
+        tape_feed(t, n->dim, n->s ? 0 : r, n->it); /* the simulated ranks are identical */
         for (int l = 0; l < LAYERS; l++)
             linear(x[2 * l], x[2 * l + 1], t->in[l], t->in[l + 1], n->dim, n->dim);
         for (int l = LAYERS - 1; l > 0; l--)
@@ -338,7 +339,7 @@ static int reductions(const net *n, int from) {
     return lab_count_ops(&n->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
 }
 
-/* The gradient of iterations that were not reduced, and this one's behind it. */
+/* Writes the gradient of the iterations without a reduction, plus this one's. */
 static void write_grad(net *n, int p) {
     const fsdp_dtype dtype = full_dtype(n);
     const size_t size = fsdp_dtype_size(dtype);
@@ -386,10 +387,10 @@ static void backward(net *n) {
     n->back_end[n->it] = n->log.num;
 }
 
-/* ---- what has to come out -------------------------------------------------------------------- */
+/* ---- expected results ------------------------------------------------------------------------ */
 
-/* Row i of the mean over the ranks, by the rules of the manual: each gradient in the dtype of the
-   message, summed in f32 in the order of the ranks. f16 is divided before it is stored. */
+/* Computes row i of the mean over ranks, by the rules of the manual: each gradient in the dtype of
+   the message, summed in f32 in rank order. f16 is divided before it is stored. */
 static void expected_row(const net *n, int p, int64_t i, float *out) {
     const fsdp_dtype message = message_dtype(n), full = full_dtype(n);
     const float factor = 1 / (float)n->size;
@@ -433,7 +434,7 @@ static void check_grads(const net *n) {
     free(want);
 }
 
-/* Of all parameters, or of their gradients; the same on all ranks. */
+/* Returns a hash of all parameters or gradients, which must be equal on all ranks. */
 static uint64_t digest(const net *n, int grads) {
     uint64_t hash = 1469598103934665603u;
     int32_t least[2], most[2];
@@ -451,7 +452,7 @@ static uint64_t digest(const net *n, int grads) {
     return hash;
 }
 
-/* Elements of the message of a unit: parameters from aligned places on. */
+/* Returns the number of elements in the message of a unit: parameters start at aligned offsets. */
 static uint64_t message_of(const net *n, int k) {
     const int64_t align = (lib_on_streams(n->w) ? 256 : 64) /
                           (int64_t)fsdp_dtype_size(full_dtype(n));
@@ -461,8 +462,8 @@ static uint64_t message_of(const net *n, int k) {
     return (uint64_t)count;
 }
 
-/* One all-reduce for each unit, in their order; for buckets one that says who used what, behind
-   them; and no other collective. */
+/* Checks that there is one all-reduce per unit, in order; for buckets one more for used parameters;
+   and no other collective. */
 static void check_messages(const net *n, int reduced, const fsdp_counters *was) {
     const int from = n->back[n->it];
     const uint64_t size = fsdp_dtype_size(message_dtype(n));
@@ -500,8 +501,8 @@ static void check_messages(const net *n, int reduced, const fsdp_counters *was) 
     CHECK_EQ_INT(lab_count_ops(&n->log, from, FSDP_OP_WAIT, FSDP_LABEL_FINAL, NULL), 1);
 }
 
-/* Without a cast a forward is nothing but calls, and a wait for nothing; but with AddressSanitizer a
-   rank gathers copies. */
+/* Without a cast a forward issues only calls, and waits without an effect; but with
+   AddressSanitizer a rank gathers copies. */
 static void check_forward(const net *n) {
     for (int i = n->begin[n->it]; i < n->back[n->it] && !n->o->param && !W_ASAN; i++) {
         const fsdp_op *op = &n->log.ops[i];
@@ -516,10 +517,10 @@ static int waits_for(const fsdp_op *op, int stream) {
     return 0;
 }
 
-/* The reductions of all buckets are on their stream, behind what the caller's stream has written.
-   The caller's stream waits for none of them before all are on their way: no slot of gradients is
-   used twice. Where they are cast into the message, it would only wait for that; where earlier ones
-   were kept, there is nothing to wait for. */
+/* All buckets are reduced on their stream, after the caller's stream has written. The caller's
+   stream waits only once all have been issued: no slot of gradients is used twice. With a cast into
+   the message it would wait for the cast only; with earlier gradients there is nothing to wait for.
+   */
 static void check_streams(const net *n) {
     const fsdp_op *ops = n->log.ops;
     const int from = n->back[n->it];
@@ -529,7 +530,8 @@ static void check_streams(const net *n) {
         const int sum = lab_next_op(&n->log, wrote + 1, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS,
                                     n->unit[k]);
         const int acc = lab_next_op(&n->log, wrote + 1, FSDP_OP_COPY, FSDP_LABEL_ACC, n->unit[k]);
-        const int copies = acc >= 0 && acc < sum, first = copies ? acc : sum; /* reads gradients */
+        /* the op that reads the gradients */
+        const int copies = acc >= 0 && acc < sum, first = copies ? acc : sum;
         W_CHECK(from < wrote && wrote < first && sum < end, "bucket %d: %d, %d, %d, %d", k, wrote,
                 first, sum, end);
         CHECK_EQ_INT(ops[wrote].stream, FSDP_STREAM_COMPUTE);
@@ -549,7 +551,7 @@ static void check_streams(const net *n) {
             "the end waits for nothing");
 }
 
-/* How far the reductions were when backward asked for gradients. */
+/* Checks how many reductions had been issued when backward requested gradients. */
 static void check_issued(const net *n, int reduced) {
     static const int buckets[PARAMS] = {2, 2, 1, 1, 1, 1, 0, 0};
     for (int p = 0; p < PARAMS; p++) {
@@ -564,11 +566,11 @@ static void check_issued(const net *n, int reduced) {
     }
 }
 
-/* ---- records --------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------- */
 
 static const char *unit_of(const fsdp_op *op) { return op->unit ? fsdp_unit_name(op->unit) : ""; }
 
-/* changes: only one of them adds to the shard gradients. */
+/* Compares ops; changes: only one of the two adds to the shard gradients. */
 static void check_same_records(const lab_log *a, int at, const lab_log *b, int bt, int count,
                                int changes) {
     for (int i = 0; i < count; i++) {
@@ -592,7 +594,7 @@ static void check_same_records(const lab_log *a, int at, const lab_log *b, int b
 
 enum { KEEP = FSDP_DTYPE_KEEP };
 
-typedef struct job { /* of a test */
+typedef struct job { /* one test */
     const setting *c;
     sim *s;
     options o;
@@ -604,8 +606,8 @@ typedef struct seen { /* digests */
     uint64_t grads[ITERS], params[ITERS];
 } seen;
 
-/* The model's; on one host also those of its world and backend, but for rank 0, which may serve the
-   others at any time. */
+/* Returns the model's allocations; on one host also those of its world and backend, except on rank
+   0, which may serve the others at any time. */
 static int64_t allocations(const net *n) {
     fsdp_counters c;
     CALL(n->w, fsdp_model_counters(n->m, &c));
@@ -613,7 +615,7 @@ static int64_t allocations(const net *n) {
            (n->r && n->rank && !getenv("FSDP_BACKEND") ? w_allocations(n->r->heap) : 0);
 }
 
-/* Gradients that this iteration is to be added to. */
+/* Saves the gradients to which this iteration adds. */
 static void keep_grads(net *n) {
     for (int p = 0; p < PARAMS; p++) {
         const size_t nbytes = (size_t)numel_of(n, p) * sizeof(float);
@@ -662,9 +664,9 @@ static void iterate(net *n, int it, seen *out) {
     n->begin[it + 1] = n->log.num;
 }
 
-/* Some iterations of one model. Each issues the records of the one before (without sync: of the one
-   before that), with exceptions. The first iteration has no gradients to zero, and replicas compare their
-   parameters in it. On one rank gradients are written where they stay, and zeroed at first. */
+/* Trains one model for some iterations. Each issues the ops of the previous one (without sync: of
+   the one before that), with exceptions. The first iteration has no gradients to zero, and replicas
+   compare their parameters in it. On one rank gradients are written in place, and zeroed first. */
 static net *train(lab_rank *r, int way, const options *o, seen *out) {
     const job *j = (const job *)r->arg;
     const int apart = o->unsynced || (o->kept && r->size == 1) ? 2 : 1;
@@ -690,7 +692,7 @@ static void done(net *n) {
     free(n);
 }
 
-/* Some models, one after the other: all have the same bits. */
+/* Trains several models one after the other: all have equal bits. */
 static void train_all(lab_rank *r) {
     const job *j = (const job *)r->arg;
     seen first, other;
@@ -701,18 +703,18 @@ static void train_all(lab_rank *r) {
     }
 }
 
-/* ---- with a plan --------------------------------------------------------------------------------- */
+/* ---- with a plan ----------------------------------------------------------------------------- */
 
 enum { BY_CALLS, UNJOINED, JOINED, IN_BUCKETS, LATE_BUCKETS, PLANS };
 static const char *const plans[PLANS] = {"by calls", "replayed", "joined", "buckets replayed",
                                          "late buckets replayed"};
 static const int planned_ways[PLANS] = {PARAMWISE, PARAMWISE, PARAMWISE, BUCKETED, LATE};
 
-/* The plan's reductions: one behind the last gradient of each bucket, over the messages of its units
-   side by side. Others: one for each unit. */
+/* Checks the plan's reductions: one after the last gradient of each bucket, over the contiguous
+   messages of its units. Otherwise there is one for each unit. */
 static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode) {
     static const int nums[BUCKETS] = {2, 4, 2}, issued[PARAMS] = {2, 2, 1, 1, 1, 1, 0, 0};
-    /* gradients that waited lie in slots of an earlier step, which are not side by side */
+    /* unreduced gradients lie in slots of an earlier step, which are not contiguous */
     const int from = n->back[n->it],
               joined = which == JOINED && mode == FSDP_PLAN_REPLAYING && n->micros == 1;
     const uint64_t align = (lib_on_streams(n->w) ? 256 : 64) / fsdp_dtype_size(message_dtype(n));
@@ -737,7 +739,7 @@ static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode
     }
 }
 
-/* A unit for each parameter, in the order in which backward is done with them; or buckets. */
+/* Trains with a unit for each parameter, in the order of backward; or with buckets. */
 static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     const job *j = (const job *)r->arg;
     net *n = (net *)lab_zeros(1, sizeof *n);
@@ -753,9 +755,9 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     caps_of(n->dim, caps);
     d.first_bucket_bytes = caps[0] * (int64_t)fsdp_dtype_size(full_dtype(n)) / 4;
     d.bucket_bytes = caps[1] * (int64_t)fsdp_dtype_size(full_dtype(n)) / 4;
-    d.most_bytes = 1 << 30; /* gradients wait for others */
+    d.most_bytes = 1 << 30; /* unreduced gradients are allowed */
     if (which == UNJOINED) d.without = (1u << FSDP_PASS_COUNT) - 1;
-    if (n->rep) d.bucket_bytes = -1; /* they are buckets already */
+    if (n->rep) d.bucket_bytes = -1; /* the buckets exist already */
     if (o->backward_only) d.ahead = -1, d.without |= 1u << FSDP_PASS_KEEP;
     if (which != BY_CALLS) CALL(r->w, fsdp_plan_create(n->m, &d, &n->plan));
     for (int it = 0; it < o->iters; it++) {
@@ -769,7 +771,7 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
         fsdp_counters was;
         CALL(n->w, fsdp_model_counters(n->m, &was));
         const int64_t allocated = allocations(n);
-        forward(n); /* in a step the state is that of this step, behind it that of the next one */
+        forward(n); /* within a step the state is that of this step; after it, of the next one */
         const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_EAGER;
         backward(n);
         replayed += mode == FSDP_PLAN_REPLAYING;
@@ -782,8 +784,8 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     }
     if (n->plan) {
         CALL(n->w, fsdp_plan_report_get(n->plan, fsdp_plan_count(n->plan) - 1, &report));
-        /* Where sync toggles, two kinds are recorded again: as soon as the one before them is
-           replayed, gradients wait in slots of the plan. */
+        /* If sync toggles, two variants are recorded again: once the previous variant is replayed,
+           unreduced gradients lie in slots of the plan. */
         const int kinds = o->unsynced ? 3 : o->kept ? 2 : 1, recorded = o->unsynced ? 5 : kinds;
         W_CHECK(report.left == 0 && fsdp_plan_count(n->plan) == kinds, "%d plans: %s",
                 fsdp_plan_count(n->plan), fsdp_plan_why(n->plan));
@@ -794,13 +796,13 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
     done(n);
 }
 
-/* By calls, replayed as it is, with joined reductions, and buckets replayed: the same bits. Recompute
+/* Eager, replayed without passes, bucketed, and with buckets replayed: equal bits. Recompute
    changes none. */
 static void train_plans(lab_rank *r) {
     const job *j = (const job *)r->arg;
     seen first, other;
     options o = j->o;
-    /* without sync the last two have it: a third kind of step, which needs a larger arena */
+    /* without sync the last two iterations have it: a third variant, which needs a larger arena */
     o.iters = j->c->dim == DIM ? 3 : o.unsynced || o.kept ? ITERS : 5;
     for (int which = 0; which < PLANS; which++) {
         if (j->c->dim == DIM && which != JOINED && which != IN_BUCKETS) continue;
@@ -810,7 +812,7 @@ static void train_plans(lab_rank *r) {
     }
 }
 
-/* One process is rank 0 of ranks that all compute the same. */
+/* One process is rank 0 of ranks that all compute the same results. */
 static void simulate(void (*body)(lab_rank *r), job *j) {
     sim s;
     lab_rank r = {0, j->c->ranks, NULL, j, NULL, NULL};
@@ -929,10 +931,10 @@ TEST_P(replicate_with_compiler, test_compile_backward_only, settings) {
     launch(row, backwards, j);
 }
 
-/* The buckets, and that of each bucket the records of this label come `copies` times. */
+/* Checks the buckets, and that each has `copies` ops with this label. */
 static void check_bucketing(const net *n, int copies) {
     static const int members[PARAMS] = {7, 6, 5, 4, 3, 2, 1, 0}, nums[BUCKETS] = {2, 4, 2};
-    /* a bias of bf16 takes 16 elements more, so that it has a multiple of 64 bytes */
+    /* a bf16 bias takes 16 elements more, so that its size is a multiple of 64 bytes */
     static const uint64_t large[2][BUCKETS] = {{4002000, 8004000, 4002000},
                                                {4002016, 8004032, 4002016}};
     const int from = n->back[n->it],
@@ -959,7 +961,7 @@ static void check_bucketing(const net *n, int copies) {
 static void check_coalesced(const net *n) { check_bucketing(n, 0); }
 static void check_concat(const net *n) { check_bucketing(n, 1); }
 
-/* Every second iteration adds to the gradients of the one before. */
+/* Every second iteration adds to the gradients of the previous one. */
 static void bucketing(const setting *c, fsdp_dtype param, void (*inspect)(const net *n)) {
     job j = job_of(param, param ? FSDP_F32 : KEEP, c->dim == DIM ? 1 : 4, BUCKETED, LATE, 0);
     j.num_ways = c->dim == DIM ? 1 : 2;
@@ -981,9 +983,9 @@ TEST_P(replicate_with_compiler, test_bucketing_concat_op, with_large, SECONDS(30
 
 /* ---- with tensor parallelism ----------------------------------------------------------------- */
 
-/* A mesh of 2 x 2 ranks, (dp, tp). The first and the third layer are cut by rows, so that their
-   outputs are; the others by columns, so that sums over tp make their outputs. What a rank has is
-   rows x cols of each weight. */
+/* A mesh of 2 x 2 ranks, (dp, tp). The first and third layers are sharded by rows, and so are their
+   outputs; the others by columns, so that a sum over tp gives their outputs. A rank has rows x cols
+   of each weight. */
 enum { TP = 2 };
 typedef struct part {
     int dim, tp;
@@ -995,7 +997,7 @@ static int64_t part_rows(const part *c, int p) {
 static int64_t part_cols(const part *c, int p) {
     return p % 2 ? (by_rows(p) ? c->dim / TP : c->dim) : by_rows(p) ? c->dim : c->dim / TP;
 }
-/* Where element k of a part is in the whole. */
+/* Returns the index of element k of a part in the full tensor. */
 static int64_t part_at(const part *c, int p, int64_t k) {
     const int64_t half = c->dim / TP;
     if (p % 2) return by_rows(p) ? k + c->tp * half : k;
@@ -1018,7 +1020,7 @@ typedef struct tp_rank {
     fsdp_plan *plan;
     lab_log log;
     tape mine;
-    int sums; /* over tp */
+    int sums; /* number of sums over tp */
 } tp_rank;
 
 static void tp_begin(tp_rank *x, fsdp_world *w, int dim) {
@@ -1100,9 +1102,9 @@ static void tp_backward(tp_rank *x) {
     CALL(x->w, fsdp_finalize_backward(x->m));
 }
 
-/* Two all-reduces over dp, and one that says who used what; three over tp, which are the world's.
-   In the first step the replicas of both buckets compare their parameters, and where a plan is made
-   the ranks agree on it, by some more of the world's. */
+/* Two all-reduces over dp, and one for used parameters; three over tp, which are the world's. In
+   the first step the replicas of both buckets compare their parameters, and where a plan is made
+   the ranks agree on it, by more of the world's. */
 static void tp_counts(const tp_rank *x, int from, int first, int makes) {
     CHECK_EQ_INT(x->sums, 3);
     const int worlds = lab_count_ops(&x->log, from, FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, NULL);
@@ -1115,7 +1117,7 @@ static void tp_counts(const tp_rank *x, int from, int first, int makes) {
     }
 }
 
-/* The same net in one process, on the batches of both replicas. */
+/* Computes the net in one process, on the batches of both replicas. */
 static void dense(tape *all, int dim, int it) {
     const size_t square = (size_t)dim * (size_t)dim;
     float *w[LAYERS], *b[LAYERS];
@@ -1135,8 +1137,8 @@ static void dense(tape *all, int dim, int it) {
     for (int l = 0; l < LAYERS; l++) free(w[l]), free(b[l]);
 }
 
-/* The gradients of the parts, put together, are those of the dense net. What all tp ranks have is
-   the same there, to the bit. */
+/* Checks that the parts of the gradients form those of the dense net. Tensors that all tp ranks
+   have are equal there, bit by bit. */
 static void tp_check(const tp_rank *x, const tape *all) {
     const int64_t most = (int64_t)x->c.dim * x->c.dim;
     float *whole = (float *)lab_zeros((size_t)most, sizeof(float)),
@@ -1171,7 +1173,7 @@ static void tp_check(const tp_rank *x, const tape *all) {
     free(other);
 }
 
-/* This rank's gradients. */
+/* Returns a hash of this rank's gradients. */
 static uint64_t tp_digest(const tp_rank *x) {
     uint64_t hash = 1;
     fsdp_param_view v = FSDP_ZERO;
@@ -1180,10 +1182,10 @@ static uint64_t tp_digest(const tp_rank *x) {
     return hash;
 }
 
-/* The model is on all ranks, its buckets over dp: a plan knows the mesh of its units. */
+/* The model is on all ranks, its buckets over dp: the plan finds the mesh of its units. */
 static void tp_plan(tp_rank *x) {
     fsdp_plan_desc d = FSDP_ZERO;
-    d.bucket_bytes = -1; /* they are buckets already */
+    d.bucket_bytes = -1; /* the buckets exist already */
     CALL(x->w, fsdp_plan_create(x->m, &d, &x->plan));
 }
 
@@ -1226,7 +1228,7 @@ static void tp_train(lab_rank *r) {
         tp_train_as(r, planned, bits);
 }
 
-/* One rank, of which the others do nothing: only what is communicated. */
+/* Runs one rank; the other ranks do nothing: counts communication only. */
 static void tp_alone(void) {
     sim s;
     tp_rank *x = (tp_rank *)lab_zeros(1, sizeof *x);

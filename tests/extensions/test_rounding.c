@@ -1,6 +1,6 @@
-/* test_rounding.c - stochastic rounding of bf16 parameters by AdamW and SGD: what is never changed,
-   the mean, the same bits on any mesh, by a plan and from a checkpoint; and a training that stalls
-   without it.
+/* test_rounding.c - stochastic rounding of bf16 parameters by AdamW and SGD: values that never
+   change, the mean, equal bits on any mesh, with a plan and from a checkpoint; and a training that
+   stalls without it.
 
    SPDX-License-Identifier: MIT */
 #define TAGS BITS | NCCL
@@ -44,7 +44,7 @@ typedef struct {
     int64_t numel;
 } vector;
 
-/* Its gradients are f32, so that a result is any f32 number. */
+/* Gradients are f32, so that a result is any f32 number. */
 static vector make_vector(fsdp_world *w, int64_t numel) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p = fsdp_vec("v", numel);
@@ -55,7 +55,7 @@ static vector make_vector(fsdp_world *w, int64_t numel) {
     return v;
 }
 
-/* What SGD with lr 1 makes of p: in f32 p - g, rounded by this seed. g has few bits. */
+/* Computes a step of SGD with lr 1: p - g in f32, rounded with this seed. g has few bits. */
 static void descend(vector *v, const uint16_t *p, const uint16_t *g, uint64_t seed, uint16_t *out) {
     CALL(v->w, fsdp_param_load(v->u, 0, p));
     optim o = make_optim(v->w, v->m, 1, 1, seed);
@@ -72,16 +72,16 @@ static void descend(vector *v, const uint16_t *p, const uint16_t *g, uint64_t se
 
 static float of_bf16(uint16_t h) { return lab_from_bits32((uint32_t)h << 16); }
 
-/* Every bf16 number minus zero; inf - inf; and what lies beyond the largest, by a sixteenth of a unit. */
+/* Every bf16 number minus zero; inf - inf; and a sixteenth of a unit beyond the largest number. */
 static void what_stays(lab_rank *r) {
     enum { ALL = 65536, MORE = ALL + 512 };
     static uint16_t p[MORE], g[MORE], out[MORE];
     volatile float tiny = lab_from_bits32(0x10000), zero = 0;
-    const int flushes = lab_bits32(tiny + zero) == 0; /* a program that gcc -Ofast has linked */
+    const int flushes = lab_bits32(tiny + zero) == 0; /* gcc -Ofast has linked the program */
     vector v = make_vector(r->w, MORE);
     for (int i = 0; i < MORE; i++) {
         p[i] = (uint16_t)(i < ALL ? i : i % 2 ? 0x7F7F : 0x7F80);
-        g[i] = (uint16_t)(i < ALL ? 0 : i % 2 ? 0xF97F : 0x7F80); /* -2^116, about; inf */
+        g[i] = (uint16_t)(i < ALL ? 0 : i % 2 ? 0xF97F : 0x7F80); /* about -2^116; inf */
     }
     for (uint64_t seed = 0; seed < 8; seed++) {
         descend(&v, p, g, seed, out);
@@ -95,15 +95,15 @@ static void what_stays(lab_rank *r) {
 }
 TEST(rounding, what_stays) { lab_run(1, NULL, what_stays, NULL); }
 
-/* One of the two neighbours, and in the mean p - g: over all seeds of an element, over all elements
-   of a seed, and in pairs of neighbours as if each were alone. */
+/* Rounds to one of the two neighbours, with mean p - g: over all seeds of an element, over all
+   elements of a seed, and independently in adjacent pairs. */
 static void mean(lab_rank *r) {
     enum { N = 4096, SEEDS = 128, CLASSES = 32 };
     static uint16_t p[N], g[N], out[N];
     static int ups[N], ups_of[SEEDS][CLASSES], pairs[CLASSES];
     vector v = make_vector(r->w, N);
     double worst = 0;
-    for (int i = 0; i < N; i++) { /* 1 and more, or less than -2, of which f units are taken */
+    for (int i = 0; i < N; i++) { /* 1 and more, or less than -2, of which f units are subtracted */
         p[i] = (uint16_t)(i & CLASSES ? 0xC011 : 0x3F93);
         float unit = i & CLASSES ? -1.0f / 64 : 1.0f / 128, f = (float)(i % CLASSES) / CLASSES;
         float x = -f * unit;
@@ -144,14 +144,15 @@ static void mean(lab_rank *r) {
 }
 TEST(rounding, mean) { lab_run(1, NULL, mean, NULL); }
 
-/* Parameters and steps draw numbers of their own: a quarter goes up in both of two parameters, or of
-   two steps, each of which takes half of the elements up. */
+/* Parameters and steps draw independent numbers: if each of two parameters, or of two steps, rounds
+   half of the elements up, a quarter goes up in both. */
 static void apart(lab_rank *r) {
     enum { N = 1024 };
     fsdp_param_desc p[2] = {fsdp_vec("a", N), fsdp_vec("b", N)};
     uint16_t full[2][N];
     fsdp_model *m = lab_model(r->w, NULL);
-    int ups[4] = {0, 0, 0, 0}, both = 0; /* of a; of a and b in the first step */
+    /* ups: of a, up in steps 0 and k; both: of a and b in the first step */
+    int ups[4] = {0, 0, 0, 0}, both = 0;
     p[0].dtype = p[1].dtype = FSDP_BF16;
     fsdp_unit *u = lab_unit(r->w, m, NULL, p, 2);
     optim o = make_optim(r->w, m, 1, 1, 5);
@@ -184,12 +185,13 @@ static void apart(lab_rank *r) {
 }
 TEST(rounding, apart) { lab_run(1, NULL, apart, NULL); }
 
-/* The numbers themselves: a run that goes on with a later version of the library draws the same. */
+/* The random numbers themselves: a training that continues with a later version of the library gets
+   equal ones. */
 static void known(lab_rank *r) {
     static const uint64_t want[2] = {0xC1F5A5E7766CF1D6u, 0x19FC2E06BFFCE4BCu};
     uint16_t p[64], g[64], out[64];
     vector v = make_vector(r->w, 64);
-    for (int i = 0; i < 64; i++) p[i] = 0x3F80, g[i] = 0xBB80; /* 1, and half a unit more */
+    for (int i = 0; i < 64; i++) p[i] = 0x3F80, g[i] = 0xBB80; /* 1, plus half a unit */
     for (int s = 0; s < 2; s++) {
         uint64_t ups = 0;
         descend(&v, p, g, s ? 0x123456789ABCDEFu : 0, out);
@@ -203,7 +205,8 @@ TEST(rounding, known) { lab_run(1, NULL, known, NULL); }
 
 enum { NUM = 9, UNITS = 6, STEPS = 8, HALF = 4, BIG = 600 };
 
-/* Uneven, empty on some ranks, by columns, in the middle dim, more than a block of the loops. */
+/* Uneven parameters, empty on some ranks, sharded by columns or in the middle dim, longer than a
+   block of the loops. */
 static const lab_param rows[NUM] = {
     {0, "a.w", FSDP_BF16, 0, 0, 2, 0, {7, 5}},     {0, "a.b", FSDP_BF16, 0, 0, 1, 0, {3}},
     {1, "b.f", FSDP_F32, 0, 0, 1, 0, {9}},         {2, "c.k", FSDP_BF16, 0, 0, 2, 1, {6, 10}},
@@ -217,7 +220,7 @@ typedef struct {
     int sgd, replicas, lanes, planned, nearest; /* replicas 0: no mesh */
     uint64_t seed;
     int64_t direct_min;
-    int from, to; /* steps; from: of a checkpoint */
+    int from, to; /* steps; from: step of a checkpoint */
     char dir[400];
 } config;
 
@@ -239,7 +242,7 @@ static void backward(lab_built *m, int step) {
     CALL(m->w, fsdp_finalize_backward(m->model));
 }
 
-/* Rank 0 alone has gradients, which are summed: so all ranks together do what one does. */
+/* Only rank 0 has gradients, which are summed: all ranks together do what one rank does. */
 static void train(lab_rank *r) {
     const config *c = (const config *)r->arg;
     fsdp_model_desc md = FSDP_ZERO;
@@ -290,7 +293,7 @@ static int differs(const result *a, const result *b, int p) {
     return memcmp(a->full[p], b->full[p], lab_nbytes_of(&net, p)) != 0;
 }
 
-/* A seed, a step and a parameter of its own each make other bits; other dtypes do not change. */
+/* Another seed, step or parameter gives other bits; other dtypes do not change. */
 static void check_effect(const config *like, const result *want) {
     config c = *like;
     c.nearest = 1;
@@ -347,10 +350,10 @@ TEST_P(rounding, resumed, kinds) {
     same(want, run(4, &c), "resumed by replicas");
 }
 
-/* ---- ranks that were given other settings ---------------------------------------------------- */
+/* ---- ranks with different settings ----------------------------------------------------------- */
 
 static void disagree(lab_rank *r) {
-    int other = *(const int *)r->arg; /* 1: the seed; 0: whether */
+    int other = *(const int *)r->arg; /* 1: another seed; 0: whether to round stochastically */
     fsdp_model_desc md = FSDP_ZERO;
     lab_built m = FSDP_ZERO;
     lab_build(&m, &net, r->w, &md);
@@ -364,9 +367,9 @@ TEST(rounding, disagree) {
     for (int other = 0; other < 2; other++) lab_run(2, NULL, disagree, &other);
 }
 
-/* ---- a training that needs it ---------------------------------------------------------------- */
+/* ---- a training that needs stochastic rounding ----------------------------------------------- */
 
-/* w goes from 1 to a half, in steps that are smaller than half a unit of bf16. */
+/* w goes from 1 to a half in steps that are smaller than half a unit of bf16. */
 static void learn(lab_rank *r) {
     enum { N = 67, MANY = 900 };
     int sgd = *(const int *)r->arg;

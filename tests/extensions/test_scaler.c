@@ -1,5 +1,5 @@
 /* test_scaler.c - the gradient scaler: PyTorch's rule of growth, found-inf on every rank wherever
-   it was, what is refused, and training with f16 gradients.
+   the value was, errors, and training with f16 gradients.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL
@@ -19,11 +19,11 @@ enum { MESH_1D, MESH_HSDP, MESH_SLICE, MESH_MIXED };
 typedef struct job job;
 typedef struct {
     int mesh, lanes, variant;
-    fsdp_dtype dtype; /* of parameters and gradients */
+    fsdp_dtype dtype; /* dtype of parameters and gradients */
     void (*body)(job *j);
 } start;
 
-struct job { /* one rank's test */
+struct job { /* test of one rank */
     int rank, world, variant;
     start *s;
     w_heap *heap;
@@ -35,8 +35,8 @@ struct job { /* one rank's test */
     fsdp_adamw *opt;
 };
 
-static fsdp_comm_ops counting; /* shm's, that count collectives */
-static __thread int64_t colls; /* of this rank: inline, collectives run in its thread */
+static fsdp_comm_ops counting; /* a backend that counts collectives */
+static __thread int64_t colls; /* number on this rank: inline, collectives run in its thread */
 
 static fsdp_status count_run(fsdp_comm *comm, const fsdp_coll *c) {
     colls++;
@@ -50,7 +50,7 @@ static void make_mesh(job *j) {
     if (!hsdp) j->mesh = lab_slice(j->w, j->mesh, 0);
 }
 
-/* Three units: with empty shards, a parameter without elements, and more than one block. */
+/* Makes three units: with empty shards, a parameter without elements, and more than one block. */
 static void make_model(job *j) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc d[UNITS][PARAMS] = {
@@ -137,7 +137,8 @@ static void take(job *j, snapshot *to) {
     }
 }
 
-/* x / scale as documented: the reciprocal in f32, the product in f32 or f64, then the dtype. */
+/* Computes x / scale as documented: the reciprocal in f32, the product in f32 or f64, then the
+   dtype. */
 static double unscaled(fsdp_dtype dtype, double x, double scale) {
     volatile float inverse = (float)(1 / scale), narrow = (float)x;
     volatile float product = narrow * inverse;
@@ -147,7 +148,7 @@ static double unscaled(fsdp_dtype dtype, double x, double scale) {
     return lab_get(stored, dtype, 0);
 }
 
-/* Every gradient is what it was, divided; and only gradients have changed. */
+/* Checks that every gradient was divided, and that nothing else changed. */
 static void check_unscaled(job *j, const snapshot *was, snapshot *now, double scale) {
     take(j, now);
     CHECK_EQ_MEM(now->shard, was->shard, sizeof was->shard);
@@ -161,7 +162,7 @@ static void check_unscaled(job *j, const snapshot *was, snapshot *now, double sc
         }
 }
 
-/* The last parameter of this rank that has a gradient and rows; in the mixed case of unit 1. */
+/* Finds this rank's last parameter with a gradient and rows; in the mixed case, in unit 1. */
 static int target(job *j, fsdp_param_view *out) {
     fsdp_param_view v = FSDP_ZERO;
     int found = 0;
@@ -174,7 +175,7 @@ static int target(job *j, fsdp_param_view *out) {
     return found;
 }
 
-/* One step: what is injected on `bad` alone is found by every rank. */
+/* Runs one step: every rank finds a value that was injected on rank `bad` only. */
 static void scaled_step(job *j, snapshot *was, snapshot *now, int bad, double what) {
     double scale = fsdp_grad_scaler_scale(j->scaler);
     fsdp_param_view v = FSDP_ZERO;
@@ -194,7 +195,7 @@ static void scaled_step(job *j, snapshot *was, snapshot *now, int bad, double wh
     CHECK(lab_bits(fsdp_grad_scaler_scale(j->scaler)) == lab_bits(found ? scale * 0.5 : scale));
     take(j, now);
     for (int p = 0; p < UNITS * PARAMS; p++) {
-        int steps = p == 3 ? 0 : !found && used(p); /* 3 is frozen */
+        int steps = p == 3 ? 0 : !found && used(p); /* parameter 3 is frozen */
         W_CHECK(now->step[p] == was->step[p] + steps, "parameter %d: t is %lld", p,
                 (long long)now->step[p]);
         moved |= memcmp(now->shard[p], was->shard[p], sizeof was->shard[p]) != 0;
@@ -228,7 +229,7 @@ static const struct {
               {"slice", MESH_SLICE, 4, 4},
               {"mixed", MESH_MIXED, 4, 4}};
 
-/* Of PyTorch: inf on one rank only; 1-D and 2-D. */
+/* As PyTorch's test: inf on one rank only; 1-D and 2-D. */
 /* PyTorch: test_fully_shard_grad_scaler.py test_gradient_scaler. Done: the test writes the
    gradients. You skip the step yourself (PyTorch: the scaler does). */
 TEST_P(grad_scaler, gradient_scaler, meshes, SLOW) {
@@ -243,8 +244,8 @@ TEST_P(grad_scaler, gradient_scaler, meshes, SLOW) {
     h_message("%s: %d models", row->name, runs);
 }
 
-/* Every element of every shard on every rank is looked at, and by its bits: the largest and the
-   smallest numbers are none that are not. */
+/* Every element of every shard on every rank is tested by its bits: the largest and smallest
+   numbers count as finite. */
 static void every_place(job *j) {
     static const double largest[FSDP_DTYPE_COUNT] = {
         0, 3.4028234663852886e+38, 1.7976931348623157e+308, 65504, 3.3895313892515355e+38};
@@ -296,7 +297,7 @@ TEST_P(scaler, every_place, dtypes) {
     launch(2, MESH_1D, row->dtype, 0, 0, every_place);
 }
 
-/* Scales that are no power of two; products that round, and that vanish. */
+/* Scales that are no power of two; products that are rounded, and that vanish. */
 static void rounding(job *j) {
     static const double scales[] = {3, 1000.0 / 3, 65536, 1e-3, 1, 8388608, 7.5e30, 2e-38};
     snapshot *was = (snapshot *)malloc(sizeof *was), *now = (snapshot *)malloc(sizeof *now);
@@ -320,7 +321,7 @@ static void rounding(job *j) {
         double scale = fsdp_grad_scaler_scale(j->scaler);
         CHECK(lab_bits(scale) == lab_bits((double)(float)scales[n]));
         CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
-        CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0); /* looks before it divides */
+        CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0); /* it tests before it divides */
         check_unscaled(j, was, now, scale);
     }
     free(was);
@@ -328,10 +329,11 @@ static void rounding(job *j) {
 }
 TEST_P(scaler, rounding, dtypes) { launch(2, MESH_1D, row->dtype, 0, 0, rounding); }
 
-/* A device that puts the gradients of two dtypes side by side: they are no run of one dtype. */
+/* A device that allocates the gradients of two dtypes contiguously: they must not become one span.
+   */
 enum { SIDE = 256 };
 static char side[SIDE * 6] __attribute__((aligned(64)));
-static int side_blocks[2]; /* of 2 and of 4 bytes an element: shards, then gradients */
+static int side_blocks[2]; /* for 2 and 4 bytes per element: shards, then gradients */
 static fsdp_status side_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
     if ((size != SIDE * 2 && size != SIDE * 4) || ++side_blocks[size / SIDE / 4] != 2)
         return lib_host_ops()->alloc(device, kind, size, ptr);
@@ -345,7 +347,7 @@ static void side_free(fsdp_device *device, int kind, void *ptr, size_t size) {
 static void neighbours(lab_rank *r) {
     static const fsdp_dtype stored[2] = {FSDP_F32, FSDP_BF16};
     fsdp_model_desc md = FSDP_ZERO;
-    md.cpu_offload = 1; /* no backend gives these blocks */
+    md.cpu_offload = 1; /* so that no backend allocates these blocks */
     fsdp_model *m = lab_model(r->w, &md);
     fsdp_grad_scaler *scaler;
     fsdp_unit *u[2];
@@ -374,7 +376,7 @@ static void neighbours(lab_rank *r) {
             W_CHECK(lab_get(v[i].shard_grad, stored[i], k) == (double)(k % 61 - 30), "gradient %d, %d: %g", i,
                     (int)k, lab_get(v[i].shard_grad, stored[i], k));
 }
-TEST(scaler, neighbours_of_two_dtypes, NO(GLOO | NCCL | ASAN)) { /* there blocks have more room */
+TEST(scaler, neighbours_of_two_dtypes, NO(GLOO | NCCL | ASAN)) { /* there blocks are larger */
     fsdp_device_ops device = *lib_host_ops();
     lab_how how = FSDP_ZERO;
     device.alloc = side_alloc, device.free = side_free;
@@ -384,7 +386,7 @@ TEST(scaler, neighbours_of_two_dtypes, NO(GLOO | NCCL | ASAN)) { /* there blocks
 
 /* ---- the scale ------------------------------------------------------------------------------- */
 
-/* Forward and backward of the smallest model there is, with this gradient. */
+/* Makes the smallest model. */
 static void tiny_model(job *j) {
     fsdp_param_desc d = fsdp_vec("p", 1);
     fsdp_unit_desc ud = FSDP_ZERO;
@@ -426,7 +428,7 @@ static void sequence(job *j) {
         W_CHECK(s.growth_tracker == steps[n].tracker &&
                     lab_bits(s.scale) == lab_bits(steps[n].scale),
                 "step %d: scale %g, tracker %d", (int)n, s.scale, s.growth_tracker);
-        /* Taken up by another one, it goes on there. */
+        /* Another scaler that gets the state continues with it. */
         if (n % 4 != 3) continue;
         CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &other));
         CALL(j->w, fsdp_grad_scaler_set_state(other, &s));
@@ -438,7 +440,7 @@ TEST(scaler, sequence) {
     for (int world = 1; world <= 3; world++) launch(world, MESH_1D, FSDP_F32, 0, 0, sequence);
 }
 
-/* One all-reduce for each unscale, and none for the rest. */
+/* Each unscale issues one all-reduce, and other calls none. */
 static void one_collective(job *j) {
     make_model(j);
     CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &j->scaler));
@@ -459,7 +461,7 @@ TEST(scaler, one_collective) {
     launch(4, MESH_MIXED, FSDP_F32, 0, 0, one_collective);
 }
 
-/* Rank 0 differs in one number of its state; in row 0 in none. */
+/* Rank 0's state differs in one number; in row 0 in none. */
 static void different(job *j) {
     static const char *const says[] = {"growth_tracker: it is 0 on one and 1 on another",
                                        "scale: it is 255 on one and 256 on another",
@@ -547,7 +549,8 @@ static void wrong_order(job *j) {
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0);
     fsdp_param_view v = lab_view(j->w, j->unit[0], 0);
     if (v.numel)
-        CHECK(lab_bits(lab_get(v.shard_grad, FSDP_F32, 0)) == lab_bits(3.0 / 65536)); /* once */
+        /* divided once */
+        CHECK(lab_bits(lab_get(v.shard_grad, FSDP_F32, 0)) == lab_bits(3.0 / 65536));
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_update(j->scaler),
@@ -555,7 +558,7 @@ static void wrong_order(job *j) {
     CALL(j->w, fsdp_zero_grad(j->model));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
                "before fsdp_zero_grad");
-    /* A step that was given up: the state is taken back, and the next step is as usual. */
+    /* A step is abandoned: its state is restored, and the next step works as usual. */
     fsdp_grad_scaler_state s;
     tiny_backward(j, 1);
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
@@ -599,7 +602,7 @@ static void refuse_settings(job *j) {
                 {1, 2, 0.5, -1, 0, "growth_interval is -1"},
                 {1, 2, 0.5, 9, 9, "growth_tracker is 9"},
                 {1, 2, 0.5, 9, -1, "growth_tracker is -1"},
-                {0, 2, 0.5, 9, 0, "scale is 0"}, /* from here on defaults in a desc */
+                {0, 2, 0.5, 9, 0, "scale is 0"}, /* in a desc, the following are defaults */
                 {1, 0, 0.5, 9, 0, "growth_factor is 0"},
                 {1, 2, 0, 9, 0, "backoff_factor is 0"},
                 {1, 2, 0.5, 0, 0, "growth_interval is 0"}};
@@ -622,7 +625,7 @@ static void refuse_settings(job *j) {
                    rows[n].text);
         CHECK(other == NULL);
     }
-    CALL(j->w, fsdp_grad_scaler_get_state(j->scaler, &after)); /* nothing of it was taken */
+    CALL(j->w, fsdp_grad_scaler_get_state(j->scaler, &after)); /* no value was taken over */
     CHECK(lab_bits(after.scale) == lab_bits(65536) &&
           lab_bits(after.growth_factor) == lab_bits(2) &&
           lab_bits(after.backoff_factor) == lab_bits(0.5) && after.growth_interval == 2000 &&
@@ -641,7 +644,7 @@ static void refuse_settings(job *j) {
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(NULL), -1);
     CHECK(lab_bits(fsdp_grad_scaler_scale(NULL)) == lab_bits(1));
     fsdp_grad_scaler_destroy(NULL);
-    for (int n = 0; n < 2; n++) { /* the object, and the model's note of it */
+    for (int n = 0; n < 2; n++) { /* the object, and the model's entry for it */
         w_fail(j->heap, n);
         CHECK_STATUS(fsdp_grad_scaler_create(j->model, NULL, &other), FSDP_ERR_OUT_OF_MEMORY);
         w_fail(j->heap, -1);
@@ -654,7 +657,7 @@ static void refuse_settings(job *j) {
 }
 TEST(scaler, refuses) { launch(1, MESH_1D, FSDP_F32, 0, 0, refuse_settings); }
 
-/* Who asks for sizes alone gets no address, and so has written nothing. */
+/* A caller that asks for sizes only gets no address, and so cannot have written. */
 static void sizes(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("w", 8);
     fsdp_grad_scaler *scaler;

@@ -1,6 +1,6 @@
-/* test_token_loss.c - a loss that is the mean over the tokens of all ranks and microbatches, where
-   each of them counts another number: gradients of sums, and the number of tokens as divide factor.
-   Compared with a loop in f64 over all tokens, on 1 to 4 ranks, for every way of reducing.
+/* test_token_loss.c - a loss that is the mean over the tokens of all ranks and microbatches, which
+   have different numbers of tokens: gradients of sums, and the number of tokens as divide factor.
+   Compared with a loop in f64 over all tokens, on 1 to 4 ranks, for every way to reduce.
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO
 #include "harness.h"
@@ -16,7 +16,7 @@ static double noise(int k) { return (double)((k * 37 + k / 7 * 11) % 41 - 20) / 
 static double start(int l, int k) { return 0.3 * noise(l * 100 + k); }
 static double input(int step, int token, int i) { return noise(step * 997 + token * 13 + i); }
 
-/* Tokens of a step: none in step 4. A token is in one of the cells of ranks and microbatches; some
+/* Tokens of a step: none in step 4. Each token is in a cell, which is a rank's microbatch; some
    cells have none, others many. */
 static int tokens_of(int step) { return step == 4 ? 0 : 11 + step * 7 % 29; }
 static int cell_of(int step, int token, int cells) {
@@ -75,7 +75,7 @@ static void reference(outcome *o) {
     }
 }
 
-/* ---- the same on ranks ----------------------------------------------------------------------- */
+/* ---- training on ranks ----------------------------------------------------------------------- */
 
 enum { FSDP, HSDP, DDP, BUCKETS };
 typedef struct {
@@ -92,7 +92,7 @@ typedef struct {
 
 static void fill(void *user, const fsdp_param_view *b) {
     (void)user;
-    const int first = b->name[0] == 'b' ? D * D : 0; /* of each layer w, then b */
+    const int first = b->name[0] == 'b' ? D * D : 0; /* w, then b, in each layer */
     for (int64_t k = 0; k < b->numel; k++)
         ((float *)b->data)[k] = (float)start(b->name[1] - '0', first + (int)fsdp_view_index(b, k));
 }
@@ -180,7 +180,8 @@ static void train(lab_rank *r) {
         counted = own;
         CALL(r->w, fsdp_all_reduce(r->w, NULL, &counted, 1, FSDP_F64, FSDP_SUM));
         CHECK(counted >= tokens_of(step) && counted <= tokens_of(step));
-        /* DDP's join sets a factor of its own, for the number of ranks: ours comes after it. */
+        /* DDP's join sets its own factor, for the number of ranks: the test's factor is set
+           afterwards. */
         if (f->joins) CALL(r->w, fsdp_replicate_join(x.rep, own > 0, 1, &active));
         if (!f->of_means) CALL(r->w, fsdp_set_gradient_divide_factor(x.m, NULL, counted));
         if (f->joins && !(own > 0)) {
@@ -208,7 +209,7 @@ static void train(lab_rank *r) {
         CHECK_NEAR(norm, want.norm[step], 1e-4 * want.norm[step]);
     }
     CALL(r->w, fsdp_all_reduce(r->w, NULL, &shadows, 1, FSDP_I32, FSDP_SUM));
-    if (f->joins) CHECK(shadows > f->ranks); /* all in step 4, and some rank in another one */
+    if (f->joins) CHECK(shadows > f->ranks); /* all in step 4, and some rank in another step */
     if (plan) CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
     for (int l = 0; l < L; l++) {
         double got[N];
@@ -246,7 +247,7 @@ TEST_P(token_loss, mean_over_all_tokens, forms, row->ranks > 3 ? MANY_RANKS : 0)
     form f = *row;
     lab_run(f.ranks, NULL, train, &f);
 }
-/* The mean of the microbatches' means is another loss: the forms above would see it. */
+/* The mean of the microbatches' means is another loss: the forms above would detect it. */
 TEST(token_loss, means_of_means_differ) {
     form f = {"means", 3, FSDP, 0, 2, 0, 1, 0};
     lab_run(f.ranks, NULL, train, &f);

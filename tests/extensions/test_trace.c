@@ -1,6 +1,6 @@
-/* test_trace.c - traces (fsdp_trace.h): every record beside what an extension of the test has seen,
-   inline, with lanes and on the simulated device; files that are cut or hostile; clocks; memory,
-   system calls and failures.
+/* test_trace.c - traces (fsdp_trace.h): every record compared with those that a test's extension
+   has seen, inline, with worker threads and on the simulated device; truncated and hostile files;
+   clocks; memory, system calls and failures.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(GLOO | NCCL)
@@ -26,11 +26,11 @@ static const lab_param rows[NUM] = {{0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},
                                     {2, "c.b", FSDP_F32, 0, 0, 1, 0, {17}}};
 static const lab_net net = {rows, NUM, UNITS};
 
-/* ---- what an extension of the test sees ------------------------------------------------------ */
+/* ---- records that an extension of the test sees ---------------------------------------------- */
 
 typedef struct {
     fsdpi_tr_event record[MOST];
-    char what[MOST][32]; /* of record[] */
+    char what[MOST][32]; /* name of each record */
     int num, calls, step, on;
     uint32_t seq;
 } witness;
@@ -75,7 +75,8 @@ static void witness_attach(witness *x, fsdp_world *w, fsdp_model *m) {
 
 typedef struct {
     const char *name;
-    int world, replicas, lanes, never, reduce, planned; /* never: 1: until post_backward; 2: always */
+    /* never: 1: until post_backward; 2: always */
+    int world, replicas, lanes, never, reduce, planned;
 } mode;
 static const mode modes[] = {
     {"inline", 2, 0, 0, 0, 0, 0},    {"lanes", 2, 0, 1, 0, 0, 0},
@@ -136,7 +137,7 @@ static int by_key(const fsdpi_tr_event *a, const fsdpi_tr_event *b) {
     return world_a == world_b && a->kind == b->kind && a->seq == b->seq;
 }
 
-/* What the file of a rank has, beside what the witness has seen. */
+/* Compares the file of a rank with the witness's records. */
 static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, int kept) {
     int others = 0, calls = 0, marked = 0, held = 0;
     for (uint64_t i = 0; i < r->num_records; i++) {
@@ -145,7 +146,8 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, 
         CHECK(o->step >= FIRST && o->step <= LAST);
         CHECK(o->begin_ns <= o->end_ns);
         if (o->kind == FSDPI_TR_CALL) {
-            const char *call = fsdpi_tr_name(r, o->what); /* a unit's name, or that of an extension's call */
+            /* a unit's name, or that of an extension's call */
+            const char *call = fsdpi_tr_name(r, o->what);
             calls += !*call || o->what < r->num_units;
             if (!strcmp(call, "adamw_step")) CHECK_EQ_INT(o->label, FSDP_CALL_PARAMS_CHANGED);
             continue;
@@ -185,7 +187,7 @@ static void compare(const fsdpi_tr_rank *r, const witness *x, const char *name, 
     }
 }
 
-/* What the file says of the model. */
+/* Checks the file's description of the model. */
 static void check_model(const fsdpi_tr_rank *r, const mode *x) {
     CHECK_EQ_INT(r->num_units, UNITS);
     CHECK_EQ_INT(r->num_params, NUM);
@@ -215,7 +217,7 @@ static void check_model(const fsdpi_tr_rank *r, const mode *x) {
     CHECK(r->pools[FSDP_POOL_SHARD].bytes > 0);
 }
 
-/* Collectives are matched, and the last member is one that began last. */
+/* Checks that collectives are matched, and that the last member is one that began last. */
 static void check_matches(const fsdpi_tr_job *job) {
     int matched = 0;
     for (int k = 0; k < job->num; k++)
@@ -225,7 +227,8 @@ static void check_matches(const fsdpi_tr_job *job) {
             CHECK_MSG(job->rank[k].last[i] >= 0, "%s %u of rank %d has no peers",
                       fsdp_op_name(o->kind), o->seq, k);
             CHECK(job->rank[k].peers_ns[i] >= o->begin_ns);
-            CHECK(job->rank[k].peers_ns[i] <= o->end_ns); /* nobody ends before the last one came */
+            /* no rank ends before the last one has arrived */
+            CHECK(job->rank[k].peers_ns[i] <= o->end_ns);
             if (job->rank[k].last[i] == k) CHECK_EQ_INT(job->rank[k].peers_ns[i], o->begin_ns);
             matched++;
         }
@@ -242,7 +245,7 @@ static void train(lab_rank *r) {
     int64_t allocations = 0;
     build(&m, r->w, x);
     fsdp_trace *t = start(&m, dir_of("t"), 0);
-    witness_attach(&seen[r->rank], r->w, m.model); /* before the plan, which answers calls */
+    witness_attach(&seen[r->rank], r->w, m.model); /* before the plan, which answers calls itself */
     if (x->planned) CALL(r->w, fsdp_plan_create(m.model, NULL, &plan));
     CALL(r->w, fsdp_adamw_create(m.model, NULL, &opt));
     for (int step = 0; step <= LAST + 2; step++) {
@@ -275,7 +278,7 @@ TEST_P(trace, records, modes) {
     free(seen);
 }
 
-/* ---- the simulated device: times come from its events, in later calls ------------------------- */
+/* ---- the simulated device: times come from its events, in later calls ------------------------ */
 
 TEST(trace, on_streams) {
     sim s;
@@ -305,7 +308,7 @@ TEST(trace, on_streams) {
     CHECK_EQ_INT(sim_close(&s), 0);
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
     CHECK_EQ_INT(job.size, 4);
-    CHECK_EQ_INT(job.num, 1); /* the other ranks are played by none */
+    CHECK_EQ_INT(job.num, 1); /* no process runs the other ranks */
     CHECK_EQ_INT(job.rank[0].head.run, FSDP_RUN_STREAMS);
     compare(&job.rank[0], seen, "streams", 0);
     uint32_t waited = 0;
@@ -316,12 +319,12 @@ TEST(trace, on_streams) {
     free(seen);
 }
 
-/* ---- room, spans, environment, several models ------------------------------------------------- */
+/* ---- room, spans, environment, several models ------------------------------------------------ */
 
 typedef struct {
     const char *dir;
     int64_t records;
-    int plain, spans, last; /* plain: the program does not know of traces; last: steps */
+    int plain, spans, last; /* plain: the program does not use traces; last: steps */
 } small;
 
 static void train_alone(lab_rank *r) {
@@ -377,8 +380,9 @@ TEST(trace, spans) {
         CHECK_EQ_STR(name, length == 9 || length == 7 ? "log" : "load");
         found++;
     }
-    /* Before and behind each step; the first four came before the first step, two of these began
-       after it and none is lost: one that began before the trace is in none of its steps. */
+    /* Records lie before and after each step. The first four came before the first step; two of
+       these began after its start, and none is lost: a record that began before the trace is in no
+       step. */
     CHECK(found >= 2 * 4 * (LAST - FIRST) && found <= 2 * 4 * (LAST - FIRST + 1));
     fsdpi_tr_free(&job);
 }
@@ -400,16 +404,16 @@ TEST(trace, environment) {
     CHECK_EQ_INT(job.rank[0].num_steps, 2);
     CHECK_EQ_INT(job.rank[0].steps[0].number, 1);
     fsdpi_tr_free(&job);
-    /* The program ends within the last step: the end of the model writes. */
+    /* The program ends within the last step: destroying the model writes the file. */
     CHECK(!setenv("FSDP_TRACE", dir_of("u"), 1) && !setenv("FSDP_TRACE_STEPS", "2:100", 1));
     lab_run(1, NULL, train_alone, &x);
     read_one(dir_of("u"), &job);
     CHECK_EQ_INT(job.rank[0].num_steps, 2);
-    CHECK_EQ_INT(job.rank[0].num_kept, 1); /* though the optimizer has ended by then */
+    CHECK_EQ_INT(job.rank[0].num_kept, 1); /* although the optimizer was destroyed earlier */
     CHECK_EQ_STR(fsdpi_tr_text(&job.rank[0], job.rank[0].kept[0].name), "adamw");
     CHECK(job.rank[0].kept[0].bytes > job.rank[0].pools[FSDP_POOL_SHARD].bytes);
     fsdpi_tr_free(&job);
-    /* What cannot be done is logged, and the program goes on. */
+    /* Errors are logged, and the program continues. */
     CHECK(!setenv("FSDP_TRACE_STEPS", "5:2x", 1));
     lab_run(1, NULL, train_alone, &x);
     CHECK_MSG(strstr(logged, "[E9004]"), "%s", logged);
@@ -439,13 +443,13 @@ TEST(trace, two_models) {
     char why[400], name[200];
     lab_run(1, NULL, two_models, NULL);
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), NULL, 0, &job, why, sizeof why), "%s", why);
-    CHECK_EQ_INT(job.num, 1); /* of the one that was written last */
+    CHECK_EQ_INT(job.num, 1); /* the one that was written last */
     snprintf(name, sizeof name, "%s", job.job);
     CHECK(*job.other && strlen(job.other) < strlen(name) && !strncmp(job.other, name, strlen(job.other)));
     fsdpi_tr_free(&job);
     char *turn = strstr(name, "-1");
     while (turn && turn[2]) turn = strstr(turn + 1, "-1");
-    CHECK_MSG(turn != NULL, "%s", name); /* the second model's */
+    CHECK_MSG(turn != NULL, "%s", name); /* its file is the second model's */
     *turn = 0;
     CHECK_MSG(!fsdpi_tr_read(dir_of("t"), name, 0, &job, why, sizeof why), "%s", why);
     CHECK_EQ_STR(job.job, name);
@@ -475,7 +479,7 @@ static void failures(lab_rank *r) {
     CHECK_STATUS(fsdp_trace_start(m.model, &d, &t), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(r->w), "[E9005]"));
     d.records = 0;
-    /* One rank has no memory: no other one waits, and all may try again. */
+    /* One rank has no memory: no other rank waits, and all may try again. */
     for (fsdp_status status = FSDP_ERR_OUT_OF_MEMORY; status; n++) {
         if (r->rank == 1) w_fail(r->heap, n);
         status = fsdp_trace_start(m.model, &d, &t);
@@ -504,7 +508,7 @@ static void cannot_write(lab_rank *r) {
     for (int step = 0; step <= LAST; step++) step_of(&m, opt);
     const int when = *(const int *)r->arg;
     if (when == MODEL_ENDS) return;
-    if (when == NEXT_STEP) step_of(&m, opt); /* it was tried, and logged */
+    if (when == NEXT_STEP) step_of(&m, opt); /* writing was tried, and the error logged */
     CHECK_STATUS(fsdp_trace_stop(t), FSDP_ERR_IO);
     CHECK_MSG(strstr(fsdp_last_error(r->w), "[E9001]"), "%s", fsdp_last_error(r->w));
     step_of(&m, opt);
@@ -518,7 +522,7 @@ TEST(trace, cannot_write) {
     }
 }
 
-/* A program that ends before the first traced step is told why there is no file; one that has ended in
+/* A program that ends before the first traced step logs why there is no file; one that ends within
    it has a file. */
 static void ends_early(lab_rank *r) {
     lab_built m = FSDP_ZERO;
@@ -539,8 +543,8 @@ TEST(trace, ends_early) {
     }
 }
 
-/* A trace asks an average for its size, and changes nothing in it: that of a parameter which is thawed
-   between two averages is as without a trace. */
+/* A trace reads an average's size without changing the average: the average of a parameter that is
+   thawed between two updates is the same as without a trace. */
 static float averages[2][NUM];
 static void average(lab_rank *r) {
     lab_built m = FSDP_ZERO;
@@ -576,7 +580,7 @@ TEST(trace, changes_no_average) {
     CHECK_MSG(!logged[0], "%s", logged);
 }
 
-/* The states of each extension are counted as its own. */
+/* The states of each extension are counted separately. */
 static void states(lab_rank *r) {
     static fsdpi_tr_job job;
     lab_built m = FSDP_ZERO;
@@ -610,8 +614,8 @@ static void states(lab_rank *r) {
 }
 TEST(trace, states_of_each_extension) { lab_run(1, NULL, states, NULL); }
 
-/* What the program does between a call and fsdp_params_changed is its own work: an optimizer of its
-   own behind a clip. */
+/* The program's work between a call and fsdp_params_changed counts as its own: here its optimizer
+   after a clip. */
 static void own_optimizer(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     double norm;
@@ -646,7 +650,7 @@ static void own_optimizer(lab_rank *r) {
 }
 TEST(trace, own_optimizer) { lab_run(1, NULL, own_optimizer, NULL); }
 
-/* The library reads the clock for a trace while its steps are recorded, and not before or after. */
+/* The library reads the clock for a trace only while steps are recorded. */
 static int64_t clock_reads;
 static int64_t counted_now(void *user) {
     clock_reads++;
@@ -671,7 +675,7 @@ TEST_P(trace, clock_after_it, devices) {
     CALL(w, fsdp_adamw_create(m.model, NULL, &opt));
     for (int step = 0; step < LAST + 4; step++) {
         fsdp_trace *t = step == 2 ? start(&m, dir_of("t"), 0) : NULL;
-        (void)t; /* the model ends it */
+        (void)t; /* destroying the model stops it */
         reads[step] = clock_reads, events[step] = s.records;
         step_of(&m, opt);
         reads[step] = clock_reads - reads[step], events[step] = s.records - events[step];
@@ -684,7 +688,7 @@ TEST_P(trace, clock_after_it, devices) {
     else CHECK_OK(fsdp_shutdown(w));
 }
 
-/* Steps whose finalize fails are begun again, more often than there is room for steps. */
+/* Steps whose finalize fails are started again, more often than there is memory for steps. */
 static void fail_and_reset(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_adamw *opt;
@@ -712,7 +716,7 @@ TEST(trace, failed_steps) {
     fsdpi_tr_free(&job);
 }
 
-/* The file of an earlier run goes when the next one begins; a file is no directory. */
+/* The file of an earlier run is deleted when the next one starts; a file is not a directory. */
 static void start_again(lab_rank *r) {
     lab_built m = FSDP_ZERO;
     fsdp_trace_desc d = FSDP_ZERO;
@@ -769,7 +773,7 @@ TEST(trace, no_system_call) {
     CHECK_MSG(WIFEXITED(status) && !WEXITSTATUS(status), "status 0x%x", (unsigned)status);
 }
 
-/* ---- files of strangers ---------------------------------------------------------------------- */
+/* ---- untrusted files ------------------------------------------------------------------------- */
 
 static unsigned char *bytes_of(const char *dir, char *path, size_t cap, size_t *size) {
     fsdpi_tr_job job;
@@ -800,7 +804,7 @@ static int is_refused(const char *dir) {
         CHECK(*why && !job.rank && !job.num);
         return 1;
     }
-    const fsdpi_tr_rank *r = &job.rank[0]; /* what it accepts can be used */
+    const fsdpi_tr_rank *r = &job.rank[0]; /* accepted contents must be usable */
     uint64_t read = 0;
     for (uint64_t i = 0; i < r->num_records; i++)
         read += strlen(fsdpi_tr_name(r, r->records[i].what)) +
@@ -823,7 +827,7 @@ TEST(trace, damaged_files, SECONDS(120)) {
     unsigned char *bytes = bytes_of(x.dir, path, sizeof path, &size);
     CHECK(size < FSDPI_TR_BLOCK);
     CHECK(!is_refused(x.dir));
-    for (size_t i = 0; i < size; i++) { /* a bit of each byte; and cut before it */
+    for (size_t i = 0; i < size; i++) { /* flips a bit of each byte, and truncates before it */
         bytes[i] ^= (unsigned char)(1 << i % 8);
         put_bytes(path, bytes, size);
         CHECK_MSG(is_refused(x.dir), "byte %zu", i);
@@ -834,7 +838,7 @@ TEST(trace, damaged_files, SECONDS(120)) {
     free(bytes);
 }
 
-/* With right sums: whatever is in a file, it is refused or can be used. */
+/* With valid checksums: whatever a file contains, it is refused or usable. */
 TEST(trace, hostile_files, SECONDS(120)) {
     small x = {dir_of("t"), 40, 0, 0, LAST + 1};
     char path[400];
@@ -904,7 +908,7 @@ static void train_two(lab_rank *r) {
     for (int step = 0; step <= LAST; step++) step_of(&m, opt);
     CALL(r->w, fsdp_trace_stop(t));
 }
-/* A file that is damaged, of another version or of another run is left out, and named; the others are
+/* A file that is damaged, of another version or of another run is skipped and named; the others are
    read, whatever the time of day of their hosts. */
 TEST(trace, left_out) {
     static const char *const wants[] = {"damaged or cut, at byte", "of another version of fsdp.h",
@@ -932,7 +936,8 @@ TEST(trace, left_out) {
             memcpy(&h, bytes[1], sizeof h);
             if (kind == 1) memcpy(h.magic, "fsdptr03", sizeof h.magic);
             if (kind == 2) h.id++;
-            if (kind == 2 && !bad) h.real_ns -= 1000000000; /* of two parts alike the later one */
+            /* the later one counts */
+            if (kind == 2 && !bad) h.real_ns -= 1000000000;
             if (kind == 2 && bad) h.real_ns -= 2000000000;
             if (kind > 2) h.real_ns += (kind == 3 ? -1 : 1) * (int64_t)30 * 86400 * 1000000000;
             memcpy(bytes[1], &h, sizeof h);
@@ -947,7 +952,7 @@ TEST(trace, left_out) {
             snprintf(name, sizeof name, "%s:\n    ", strrchr(path[bad], '/') + 1);
             CHECK_MSG(strstr(job.notes.text, wants[kind]), "%s", job.notes.text);
             CHECK_MSG(kind > 2 || strstr(job.notes.text, name), "%s", job.notes.text);
-            int known = 0; /* without the other member nobody knows who came last */
+            int known = 0; /* without the other member the last rank is unknown */
             for (uint64_t i = 0; i < job.rank[0].num_records; i++)
                 known += job.rank[0].last[i] >= 0 || job.rank[0].peers_ns[i];
             CHECK_EQ_INT(known > 0, kind > 2);
@@ -960,14 +965,14 @@ TEST(trace, left_out) {
         }
 }
 
-/* Each way to write a number as one to four bytes, beside what UTF-8 is. */
+/* Compares each encoding of a number in one to four bytes with the rules of UTF-8. */
 TEST(trace, utf8) {
     static const unsigned long least[5] = {0, 0, 0x80, 0x800, 0x10000};
     for (unsigned long code = 1; code < 0x200000; code++)
         for (int num = 1; num <= 4; num++) {
             static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
             unsigned char c[5] = {0, 0, 0, 0, 0};
-            if (code >> (num == 1 ? 7 : 5 * num + 1)) continue; /* it has no room */
+            if (code >> (num == 1 ? 7 : 5 * num + 1)) continue; /* too large for this encoding */
             for (int k = num - 1; k > 0; k--)
                 c[k] = (unsigned char)(0x80 | (code >> (6 * (num - 1 - k)) & 0x3f));
             c[0] = (unsigned char)(lead[num] | code >> (6 * (num - 1)));
@@ -976,7 +981,7 @@ TEST(trace, utf8) {
         }
 }
 
-/* A clock is known as well as the worse of the two groups of meetings tells. */
+/* The error of a clock is the worse one of its two groups of meetings. */
 TEST(trace, clock_error) {
     for (int wide = 0; wide < 2; wide++) {
         static fsdpi_tr_meeting a[2 * FSDPI_TR_MEETINGS], b[2 * FSDPI_TR_MEETINGS];
@@ -1001,8 +1006,8 @@ TEST(trace, clock_error) {
     }
 }
 
-/* Collectives that have waited for a stream and for a rank, all on one stream; such as begin before
-   the end of the one before; and a name that is UTF-8 in part. */
+/* Collectives that have waited for a stream and for a rank, on one stream; some that begin before
+   the previous one ends; and a name that is partly UTF-8. */
 TEST(trace, json) {
     fsdpi_tr_job job;
     char why[400];
@@ -1027,7 +1032,7 @@ TEST(trace, json) {
     CHECK_EQ_INT(count_of("\"transfer\""), num);
     CHECK_EQ_INT(count_of("\"\xc3\xa4\\ufffdxy "), num);
     CHECK_EQ_INT(count_of("\"ts\":603.000,\"name\":\"transfer"), 0);
-    r->records[1].begin_ns = r->records[0].end_ns - 40000; /* it has waited for 3 us before */
+    r->records[1].begin_ns = r->records[0].end_ns - 40000; /* it has waited for 3 us */
     CHECK_MSG(!json_of(&job, why, sizeof why), "%s", why);
     CHECK_EQ_INT(count_of("\"waits for another stream\""), num - 1);
     CHECK_EQ_INT(count_of("\"ts\":603.000,\"name\":\"waits for rank 1\",\"dur\":500.000"), 1);
@@ -1060,7 +1065,7 @@ static void other_clock(int rank, int size, void *arg) {
     CALL(w, fsdp_trace_stop(t));
     CHECK_OK(fsdp_shutdown(w));
 }
-/* Ranks 0 and 2 share a clock; the other one seems to be a host's with another one. */
+/* Ranks 0 and 2 share a clock; rank 1 seems to be on a host with another one. */
 TEST(trace, clocks) {
     fsdpi_tr_job job;
     char why[400] = "", path[400];
@@ -1075,7 +1080,7 @@ TEST(trace, clocks) {
     int64_t off = late->shift_ns + 5000000000;
     h_message("off by %lld ns, at most %lld", (long long)off, (long long)late->error_ns);
     CHECK(off <= late->error_ns && -off <= late->error_ns);
-    int64_t worst = 0; /* nobody leaves a collective before all have come */
+    int64_t worst = 0; /* no rank leaves a collective before all have arrived */
     for (uint64_t i = 0; i < late->num_records; i++) {
         if (!fsdpi_tr_is_collective(&late->records[i])) continue;
         CHECK(late->last[i] >= 0);
@@ -1086,7 +1091,7 @@ TEST(trace, clocks) {
     snprintf(path, sizeof path, "%s/%s.1.trace", dir_of("t"), job.job);
     fsdpi_tr_free(&job);
 
-    FILE *file = fopen(path, "rb"); /* as if it had met nobody */
+    FILE *file = fopen(path, "rb"); /* as if it had met no rank */
     static unsigned char bytes[1 << 20];
     CHECK(file != NULL);
     size_t size = fread(bytes, 1, sizeof bytes, file);
@@ -1106,7 +1111,7 @@ TEST(trace, clocks) {
     CHECK(off < 1000000000 && off > -1000000000);
     fsdpi_tr_free(&job);
 
-    head.mesh--; /* a meeting that cannot have been */
+    head.mesh--; /* an impossible meeting */
     memcpy(bytes, &head, sizeof head);
     fsdpi_tr_meeting *one =
         (fsdpi_tr_meeting *)(void *)(bytes + head.section[FSDPI_TR_IN_MEETINGS].at);
@@ -1117,7 +1122,7 @@ TEST(trace, clocks) {
     CHECK_MSG(strstr(why, "contradict"), "%s", why);
 }
 
-/* ---- what the recorder asks the library for --------------------------------------------------- */
+/* ---- queries of the recorder ----------------------------------------------------------------- */
 
 static void groups(lab_rank *r) {
     int32_t got[8], want[8];
@@ -1148,7 +1153,7 @@ static void groups(lab_rank *r) {
     CHECK_EQ_STR(fsdp_world_job(NULL), "");
     CHECK(*fsdp_world_job(r->w));
     CHECK_EQ_INT(fsdp_now(NULL), 0);
-    fsdp_extension none = FSDP_ZERO; /* nobody has attached it */
+    fsdp_extension none = FSDP_ZERO; /* not attached */
     CHECK_STATUS(fsdp_extension_mute(NULL, &none), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_extension_mute(m.model, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_extension_mute(m.model, &none), FSDP_ERR_INVALID_ARG);

@@ -1,5 +1,5 @@
-/* test_why.c - where the time of a traced step went (src/trace/breakdown.h): each nanosecond beside a model
-   that asks for every nanosecond by itself; the simulated device's clock; texts of small traces.
+/* test_why.c - the breakdown of a traced step's time (src/trace/breakdown.h): compared with a model
+   that classifies every nanosecond separately; the simulated device's clock; texts of small traces.
 
    SPDX-License-Identifier: MIT */
 #define TAGS NO(GLOO)
@@ -19,12 +19,13 @@ typedef struct {
     fsdpi_tr_event rec[MOST];
     int64_t peers[MOST];
     int32_t last[MOST];
-    int truth[MOST]; /* of a COMPUTE record that waits: for which record; -1: for none */
+    /* index of the record that a COMPUTE record waits for, or -1 */
+    int truth[MOST];
     fsdpi_tr_step step[STEPS];
     int num;
     uint64_t draws, seed;
     int64_t host, compute, free_at[FSDP_STREAM_COUNT];
-    char ends[1 << 12]; /* no two operations end at the same time */
+    char ends[1 << 12]; /* used end times: all operations end at different times */
 } toy;
 
 static int draw(toy *t, int below) {
@@ -46,7 +47,8 @@ static fsdpi_tr_event *toy_add(toy *t, int kind, int label, int stream, int64_t 
     r->seq = (uint32_t)t->num + 1;
     r->what = (uint16_t)draw(t, 4);
     t->truth[t->num] = t->last[t->num] = -1;
-    if (toy_is_comm(r) && draw(t, 2)) { /* matched: somebody came last, perhaps before this rank */
+    /* matched: some rank came last, perhaps earlier than this one */
+    if (toy_is_comm(r) && draw(t, 2)) {
         t->last[t->num] = draw(t, 4);
         t->peers[t->num] = begin + draw(t, (int)(end - begin) + 1);
     }
@@ -54,7 +56,7 @@ static fsdpi_tr_event *toy_add(toy *t, int kind, int label, int stream, int64_t 
     return r;
 }
 
-/* A record on a stream that is not COMPUTE, issued now. */
+/* Issues an op on a stream other than COMPUTE. */
 static void toy_issue(toy *t) {
     static const struct {
         int kind, label, stream;
@@ -74,7 +76,7 @@ static void toy_issue(toy *t) {
     toy_add(t, ops[i].kind, ops[i].label, s, begin, end);
 }
 
-/* COMPUTE waits for a record that was issued; or for none, if `of` is -1. */
+/* COMPUTE waits for an issued op, or for none if `of` is -1. */
 static void toy_wait(toy *t, int of, int64_t *now) {
     const fsdpi_tr_event *op = of >= 0 ? &t->rec[of] : NULL;
     int label = !op                                            ? FSDP_LABEL_NONE
@@ -93,7 +95,7 @@ static void toy_wait(toy *t, int of, int64_t *now) {
     *now = end;
 }
 
-/* Records of a call. `now`: the clock of COMPUTE. */
+/* Adds the records of a call. `now`: the clock of COMPUTE. */
 static void toy_records(toy *t, int64_t *now) {
     for (int n = draw(t, 5); n > 0; n--) {
         const int what = draw(t, 4);
@@ -101,7 +103,7 @@ static void toy_records(toy *t, int64_t *now) {
         static const int kinds[] = {FSDP_OP_COPY, FSDP_OP_UPDATE, FSDP_OP_NORM, FSDP_OP_BROADCAST,
                                     FSDP_OP_CALL};
         if (toy_run(t) == FSDP_RUN_INLINE && what < 3) {
-            toy_issue(t); /* at once, in the caller's thread */
+            toy_issue(t); /* runs at once, in the caller's thread */
             fsdpi_tr_event *r = &t->rec[t->num - 1];
             const int64_t length = r->end_ns - r->begin_ns;
             r->begin_ns = begin, r->end_ns = begin + length;
@@ -126,17 +128,17 @@ static void toy_call(toy *t, int call) {
     t->host += draw(t, 6);
     toy_add(t, FSDPI_TR_CALL, call, FSDP_STREAM_COMPUTE, t->host, t->host);
     t->num = at + 1;
-    t->rec[at].seq = (uint32_t)at + 2; /* of its first record */
+    t->rec[at].seq = (uint32_t)at + 2; /* number of its first record */
     t->host += draw(t, 3);
     if (streams) {
-        t->compute += draw(t, 9); /* work of the caller before it */
+        t->compute += draw(t, 9); /* earlier work of the caller */
         if (t->compute < t->host) t->compute = t->host;
     }
     toy_records(t, streams ? &t->compute : &t->host);
     t->host += draw(t, 3);
     t->rec[at].end_ns = t->host;
     t->rec[at].slot = (uint32_t)(t->num - at - 1);
-    /* An inner call, as params_changed of an optimizer. */
+    /* An inner call, such as params_changed of an optimizer. */
     if (call == FSDP_CALL_PARAMS_CHANGED && !streams) {
         int inner = t->num;
         toy_add(t, FSDPI_TR_CALL, call, FSDP_STREAM_COMPUTE, t->host - 1, t->host);
@@ -150,7 +152,7 @@ static int toy_by_begin(const void *a, const void *b) {
     return x->seq < y->seq ? -1 : x->seq > y->seq;
 }
 
-/* Sorts records as the reader does, and what belongs to them. */
+/* Sorts records and their attributes as the reader does. */
 static void toy_sort(toy *t) {
     static toy old;
     int to[MOST];
@@ -185,7 +187,7 @@ static void toy_make(toy *t, uint64_t seed, int run) {
     t->rank.peers_ns = t->peers, t->rank.last = t->last;
 }
 
-/* ---- the model: what COMPUTE does in one nanosecond ------------------------------------------- */
+/* ---- the model: what COMPUTE does in each nanosecond ----------------------------------------- */
 
 typedef struct {
     int64_t begin, end, part[FSDPI_WHY_PART_COUNT], comm, hidden, late;
@@ -195,7 +197,7 @@ static int model_runs(const toy *t, const fsdpi_tr_event *r) {
     return r->kind < FSDP_OP_HOOK &&
            (toy_run(t) == FSDP_RUN_INLINE || r->stream == FSDP_STREAM_COMPUTE);
 }
-static int model_part(const fsdpi_tr_event *op) { /* whose fault it is that COMPUTE waits */
+static int model_part(const fsdpi_tr_event *op) { /* the category of COMPUTE's wait for op */
     static const int parts[] = {FSDPI_WHY_OTHERS, FSDPI_WHY_GATHER, FSDPI_WHY_REDUCE,
                                 FSDPI_WHY_REPLICAS, FSDPI_WHY_OTHERS};
     return op->label == FSDP_LABEL_CLIP   ? (int)FSDPI_WHY_CLIP
@@ -206,7 +208,7 @@ static int model_is_late(const toy *t, int i, int64_t ns) {
     return i >= 0 && toy_is_comm(&t->rec[i]) && t->last[i] >= 0 && ns >= t->rec[i].begin_ns &&
            ns < t->peers[i];
 }
-/* Has COMPUTE come to a record of the call before the call ended? */
+/* Returns 1 if COMPUTE reached a record of the call before the call ended. */
 static int model_is_idle(const toy *t, const fsdpi_tr_event *call) {
     for (int i = 0; i < t->num; i++) {
         const fsdpi_tr_event *r = &t->rec[i];
@@ -217,8 +219,9 @@ static int model_is_idle(const toy *t, const fsdpi_tr_event *call) {
     return toy_run(t) != FSDP_RUN_STREAMS;
 }
 
-/* What is waited for or run at a time; of two things that of the record that began first, a wait
-   before a run. COMPUTE does one thing at a time, but its runs may follow its waits at once. */
+/* Classifies one nanosecond as waiting or running. Of two candidates, the record that began first
+   counts, and a wait before a run. COMPUTE does one thing at a time, but its runs may follow its
+   waits at once. */
 static void model_nanosecond(const toy *t, int64_t ns, model *m) {
     int part = FSDPI_WHY_COMPUTE, late = 0, comm = 0;
     for (int i = 0; i < t->num; i++) {
@@ -309,7 +312,8 @@ TEST_P(why, sum_rule, runs) {
         }
     }
     h_message("%d steps", (int)programs);
-    for (int p = 0; p < FSDPI_WHY_PART_COUNT; p++) /* inline nothing waits for a slot, or an update */
+    /* inline nothing waits for a slot or an update */
+    for (int p = 0; p < FSDPI_WHY_PART_COUNT; p++)
         CHECK_EQ_INT(seen[p] > 0, row->run != FSDP_RUN_INLINE ||
                                       (p != FSDPI_WHY_SLOT && p != FSDPI_WHY_STEP));
     CHECK(late > 0);
@@ -327,19 +331,20 @@ typedef struct {
     fsdp_world *w;
     fsdp_adamw *adamw;
     fsdp_trace *trace;
-    int64_t work[PLAN_CALLS + 4]; /* of the caller, behind each call; then finalize, clip, adamw */
-    int clips;    /* 2: the norm is fetched, which is an operation of the world */
-    int from_0;   /* traced from step 0 on, where numbers of the world and of the model are near */
+    int64_t work[PLAN_CALLS + 4]; /* caller's work after each call; then finalize, clip, adamw */
+    int clips;    /* 2: the norm is read, which is an operation of the world */
+    int from_0;   /* traced from step 0 on, where numbers of the world and of the model are close */
     int gathered; /* parameters stay gathered after backward */
-    int ahead;    /* forward gathers the next unit ahead */
-    int skips;    /* unit 0 gathers unit 2 ahead, and not the next one */
-    int planned;  /* with a plan, traced when it replays */
+    int ahead;    /* forward prefetches the next unit */
+    int skips;    /* unit 0 prefetches unit 2, and not the next one */
+    int planned;  /* with a plan, traced while it replays */
     int stays;    /* the host does not run ahead of COMPUTE */
-    int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1]; /* what the clocks say of a step */
+    /* a step's times by the device's clocks */
+    int64_t idle[LAST + 1], compute[LAST + 1], comm[LAST + 1];
     fsdpi_tr_job job;
 } bed;
 
-static int64_t bed_comm(const bed *d) { /* of all collectives so far, one after another */
+static int64_t bed_comm(const bed *d) { /* total of all collectives so far */
     int64_t ns = 0;
     for (int k = 0; k < FSDP_OP_COUNT; k++)
         ns += d->s.latency_ns * (int64_t)d->s.colls[k] + (int64_t)d->s.coll_bytes[k];
@@ -384,7 +389,7 @@ static void bed_step(bed *d, int step) {
     d->b.step++;
 }
 
-/* Steps of a net, traced, and the trace read. The caller frees the job. */
+/* Runs and traces steps of a net, and reads the trace. The caller frees the job. */
 static void bed_run(bed *d, const char *dir) {
     fsdp_trace_desc td = FSDP_ZERO;
     char why[256];
@@ -442,7 +447,7 @@ static const struct {
     int async;
 } devices[] = {{"inline", 0}, {"streams", 1}};
 
-/* 1,000 programs in all. What COMPUTE waits is what its clock did not work. */
+/* 1,000 programs in all. COMPUTE's waits are the time in which its clock did not work. */
 TEST_P(why, simulated_device, devices) {
     static bed d;
     int64_t exposed = 0, computed = 0;
@@ -480,13 +485,14 @@ TEST_P(why, simulated_device, devices) {
     CHECK(exposed > 0 && computed > 0);
 }
 
-/* spec: 4 layers, forward 3 us, backward 6 us each; a gather 1 us, a reduction 2 us. */
+/* Four layers, forward 3 us, backward 6 us each; a gather takes 1 us, a reduction 2 us. */
 TEST_P(why, worked_example, devices) {
     static bed d;
     char text[4096];
     fsdpi_why y;
     memset(&d, 0, sizeof d);
-    d.net = plan_chain(4, 10, 100); /* in bf16: halves of 1000 bytes; gradients are reduced in f32 */
+    /* in bf16: halves of 1000 bytes; gradients are reduced in f32 */
+    d.net = plan_chain(4, 10, 100);
     d.net.num_params = 1;
     d.net.model.param_dtype = FSDP_BF16, d.net.model.reduce_dtype = FSDP_F32;
     sim_init(&d.s, 2, 0);
@@ -504,7 +510,7 @@ TEST_P(why, worked_example, devices) {
     CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], row->async ? 1000 : 8000);
     CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], row->async ? 2000 : 8000);
     CHECK_EQ_INT(fsdpi_why_host(&y.step), 0);
-    CHECK_EQ_INT(y.step.comm, row->async ? 14000 : 16000); /* two are beside others */
+    CHECK_EQ_INT(y.step.comm, row->async ? 14000 : 16000); /* two overlap others */
     fsdpi_why_end(&y);
     fsdpi_tr_free(&d.job);
     CHECK_OK(fsdp_trace_report(h_tmpdir(), text, sizeof text));
@@ -513,11 +519,11 @@ TEST_P(why, worked_example, devices) {
     CHECK_MSG(!row->async || strstr(text, "(last of the step)"), "%s", text);
 }
 
-/* ---- screens of small traces, letter by letter ------------------------------------------------ */
+/* ---- screens of small traces, byte by byte --------------------------------------------------- */
 
 enum { EMBED, H0, CLIP, ADAMW, NAMES, MICRO = 6, RECORDS = 160 };
 
-/* Times in units of 10 us: a rank of a job with lanes, of two layers. */
+/* A rank of a job with worker threads and two layers. Times in units of 10 us. */
 typedef struct {
     fsdpi_tr_rank rank;
     fsdpi_tr_event rec[RECORDS];
@@ -552,11 +558,11 @@ static fsdpi_tr_event *small_add(small *t, int kind, int label, int stream, int 
     t->last[t->num++] = -1;
     return r;
 }
-/* A call that issues so many records behind it. */
+/* Adds a call that issues `records` records after it. */
 static void small_call(small *t, int call, int what, int64_t begin, int64_t end, uint32_t records) {
     small_add(t, FSDPI_TR_CALL, call, FSDP_STREAM_COMPUTE, what, begin, end)->slot = records;
 }
-/* A collective; came: when its last member did, rank `last`. */
+/* Adds a collective. came: arrival of its last member, rank `last`. */
 static void small_comm(small *t, int kind, int what, int64_t begin, int64_t end, int64_t came,
                        int last) {
     const int gathers = kind == FSDP_OP_ALL_GATHER, clips = kind == FSDP_OP_ALL_REDUCE;
@@ -578,7 +584,8 @@ static void small_slot(small *t, int kind, int pool, int what, uint32_t slot, ui
     r->slot = slot, r->bytes = bytes;
 }
 
-/* late: of this rank's first gather; who: the rank whose last it is. more: the step is longer. */
+/* Adds a step. late: delay of this rank's first gather; who: the last rank of that gather; more:
+   additional length. */
 static void small_step(small *t, int64_t at, int64_t late, int64_t came, int who, int64_t more) {
     fsdpi_tr_step *s = &t->step[t->rank.num_steps];
     s->number = 3 + (uint32_t)t->rank.num_steps++;
@@ -642,7 +649,7 @@ static void small_screen(const fsdpi_tr_job *job, char *text, size_t cap) {
     fsdpi_why_end(&y);
 }
 
-/* Rank 1 comes 0.3 ms late to the first gather of each step, rank 0 is last at no other one. */
+/* Rank 1 arrives 0.3 ms late at the first gather of each step; rank 0 is last at no other one. */
 TEST(why, screen_of_lanes) {
     static small t[2];
     fsdpi_tr_rank ranks[2];
@@ -669,7 +676,7 @@ TEST(why, screen_of_lanes) {
         "+\n    gathered parameters 3.0 (embed, h.0) + states of adamw 3.0 + slots that nobody holds 1.0\n");
 }
 
-/* Each reason once, on a device with streams. The host has nothing to do with it. */
+/* Each reason once, on a device with streams. The host causes none of them. */
 TEST(why, screen_of_streams) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -680,7 +687,7 @@ TEST(why, screen_of_streams) {
     t.rank.head.run = FSDP_RUN_STREAMS;
     t.step[0].number = 7, t.step[0].first_seq = 1, t.rank.num_steps = 1;
     small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 1, 3);
-    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 90, 3); /* rank 3 comes late */
+    small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 90, 3); /* rank 3 arrives late */
     small_comm(&t, FSDP_OP_ALL_GATHER, H0, 400, 600, 0, -1);  /* prefetched, but waits for a slot */
     r = &t.rec[t.num - 1];
     r->waited_ns = 280 * 10000; /* from 120 on */
@@ -721,7 +728,7 @@ TEST(why, screen_of_streams) {
         "    4.0\n");
 }
 
-/* Reasons that another screen has no room for. */
+/* Reasons that do not fit on another screen. */
 TEST(why, screen_of_a_busy_stream) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -733,7 +740,7 @@ TEST(why, screen_of_a_busy_stream) {
     small_call(&t, FSDP_CALL_PRE_FORWARD, EMBED, 0, 1, 4);
     small_comm(&t, FSDP_OP_ALL_GATHER, EMBED, 0, 100, 0, -1);
     small_comm(&t, FSDP_OP_ALL_GATHER, ADAMW, 100, 300, 0, -1);
-    small_comm(&t, FSDP_OP_ALL_GATHER, H0, 300, 360, 0, -1); /* prefetched, behind the other one */
+    small_comm(&t, FSDP_OP_ALL_GATHER, H0, 300, 360, 0, -1); /* prefetched, after the other one */
     small_use(&t, FSDP_LABEL_GATHER, EMBED, 10, 100);
     small_call(&t, FSDP_CALL_PRE_FORWARD, H0, 1, 2, 1);
     small_use(&t, FSDP_LABEL_GATHER, H0, 150, 360);
@@ -764,7 +771,7 @@ TEST(why, stragglers_that_move) {
         for (int k = 0; k < 2; k++) {
             small_begin(&t[k], k, 2);
             for (int s = 0; s < 3; s++) {
-                const int who = late ? s == 1 : 1; /* rank 0 in steps 0 and 2; or 1 always */
+                const int who = late ? s == 1 : 1; /* rank 0 in steps 0 and 2; or rank 1 always */
                 small_step(&t[k], 2000 * s, k == who ? 30 : 0, 40, who, 0);
             }
         }
@@ -778,7 +785,7 @@ TEST(why, stragglers_that_move) {
     }
 }
 
-/* Who is late by less than the clocks may be wrong is perhaps not late. */
+/* A rank that is late by less than the clocks' error may not be late. */
 TEST(why, clocks_of_a_straggler) {
     static const struct {
         int64_t error;
@@ -803,7 +810,7 @@ TEST(why, clocks_of_a_straggler) {
         const char *at = strstr(text, "by 0.300 ms in the median ");
         CHECK_MSG(at, "%s", text);
         char *out = text;
-        for (const char *c = strchr(at, '('); *c; c++) { /* lines that go on are one */
+        for (const char *c = strchr(at, '('); *c; c++) { /* joins continued lines */
             const int goes_on = !strncmp(c, "\n    ", 5);
             *out++ = goes_on ? ' ' : *c;
             if (goes_on) c += 4;
@@ -817,9 +824,10 @@ static int by_length(const void *a, const void *b) {
     return *(const int64_t *)a > *(const int64_t *)b ? 1 : -1;
 }
 
-/* A step is from one optimizer step to the next, with all its microbatches: each pattern of six that end
-   in one or not. The first one may have begun before the trace, but for step 0. The optimizer's call may
-   issue nothing; then it has the number of the next step's first record. */
+/* A step lasts from one optimizer step to the next, with all its microbatches: tests each pattern
+   of six microbatches that end in an optimizer step or do not. The first step may have begun before
+   the trace, except step 0. An optimizer's call that issues nothing has the number of the next
+   step's first record. */
 TEST(why, microbatches) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -840,7 +848,7 @@ TEST(why, microbatches) {
                 if (updates && empty)
                     small_call(&t, FSDP_CALL_PARAMS_CHANGED, FSDPI_TR_NO_NAME, at + 970 + more,
                                at + 980 + more, 0);
-                if (!updates && pattern) continue; /* a microbatch of the next one */
+                if (!updates && pattern) continue; /* a microbatch of the next step */
                 const int64_t ns = at + more + (updates ? 980 : 920) - begin;
                 if (updates && !all && !from_0 && !first) first = ns, first_micro = s + 1;
                 else micro[num] = (int)(s + 1 - begin / 2000), length[num++] = ns;
@@ -886,7 +894,7 @@ static void draw_name(uint64_t seed, char *out, int most) {
     out[length] = 0;
 }
 
-/* What is said is there, letter by letter; a line ends only where the next word has no room. */
+/* Texts appear byte by byte; a line ends only where the next word does not fit. */
 TEST(why, lines) {
     static char said[8192], plain[8192], name[600];
     for (uint64_t seed = 0; seed < 3000; seed++) {
@@ -900,7 +908,7 @@ TEST(why, lines) {
             fsdpi_why_say(&t, "  %s, %d%s", name, i, ends ? "\n" : "");
             char number[16];
             snprintf(number, sizeof number, ", %d", i);
-            for (const char *c = name; *c; c++) { /* without blanks */
+            for (const char *c = name; *c; c++) { /* removes blanks */
                 const int is_plain = *c >= 0x20 && *c < 0x7f;
                 if (*c != ' ')
                     used += (size_t)snprintf(plain + used, sizeof plain - used,
@@ -919,7 +927,7 @@ TEST(why, lines) {
     }
 }
 
-/* Screens of jobs with any names, and each advice. */
+/* Screens of jobs with arbitrary names, and each advice. */
 TEST(why, lines_of_screens) {
     static small t[2];
     fsdpi_tr_rank ranks[2];
@@ -951,7 +959,7 @@ TEST(why, lines_of_screens) {
     CHECK(longest > 0);
 }
 
-/* Half of the collectives of a step are not more than half. */
+/* Exactly half of the collectives of a step are not a majority. */
 TEST(why, half_is_not_steady) {
     static small t[2];
     fsdpi_tr_rank ranks[2];
@@ -969,7 +977,7 @@ TEST(why, half_is_not_steady) {
               "%s", text);
 }
 
-/* Slots that were taken before the trace began have no number; their release has it. */
+/* Slots that were acquired before the trace have no number; their release has it. */
 TEST(why, slots_from_before) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -993,7 +1001,7 @@ TEST(why, slots_from_before) {
               "%s", text);
 }
 
-/* Parameters that stay gathered after backward are held from the begin of the trace on. */
+/* Parameters that stay gathered after backward count as held from the start of the trace. */
 TEST_P(why, slots_that_stay, devices) {
     static bed d;
     char text[4096], wants[128], letter;
@@ -1023,7 +1031,8 @@ TEST_P(why, slots_that_stay, devices) {
     fsdpi_tr_free(&d.job);
 }
 
-/* With lanes the caller's thread may wake up late, when another stream has ended something, too. */
+/* With worker threads the caller's thread may also wake up late after another stream has ended an
+   op. */
 TEST(why, late_wake_up) {
     static small t;
     fsdpi_tr_rank ranks[1];
@@ -1046,7 +1055,7 @@ TEST(why, late_wake_up) {
     fsdpi_why_end(&y);
 }
 
-/* ---- clocks of several hosts ------------------------------------------------------------------ */
+/* ---- clocks of several hosts ----------------------------------------------------------------- */
 
 static fsdp_threads shared;
 static int64_t late_now(void *user) { return w_now_ns(user) + 5000000000; }
@@ -1075,7 +1084,7 @@ static void other_clock(int rank, int size, void *arg) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* One of two hosts has a clock that is 5 s ahead; the screen says what is known of it. */
+/* One of two hosts has a clock that is 5 s ahead; the screen states its error. */
 TEST(why, clocks) {
     static plan_net net;
     char text[4096], why[256];
@@ -1092,11 +1101,11 @@ TEST(why, clocks) {
     CHECK_MSG(at, "%s", text);
     const double said = strtod(at, NULL);
     h_message("%.4f ms, said %.4f", (double)job.rank[1].error_ns * 1e-6, said);
-    CHECK_NEAR(said, (double)job.rank[1].error_ns * 1e-6, 0.0051); /* two digits, or more */
+    CHECK_NEAR(said, (double)job.rank[1].error_ns * 1e-6, 0.0051); /* at least two digits */
     fsdpi_tr_free(&job);
 }
 
-/* ---- an optimizer that multiplies and talks --------------------------------------------------- */
+/* ---- an optimizer with products and collectives ---------------------------------------------- */
 
 static void muon_rank(int rank, int size, void *arg) {
     static plan_bed beds[2];
@@ -1128,7 +1137,7 @@ static void muon_rank(int rank, int size, void *arg) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* What Muon does is the optimizer's, products and copies, and so is what COMPUTE waits for in it. */
+/* Muon's products and copies count for the optimizer, and so do COMPUTE's waits in it. */
 TEST(why, muon) {
     static plan_net net;
     char why[256];
@@ -1158,7 +1167,7 @@ TEST(why, muon) {
     fsdpi_tr_free(&job);
 }
 
-/* An optimizer that has ended before the trace: its pools are as large as they were. */
+/* An optimizer was destroyed before the trace: its pools have their former size. */
 static int64_t most_bytes[FSDP_POOL_MAX];
 static void muon_ends(int rank, int size, void *arg) {
     static plan_bed beds[2];
@@ -1212,7 +1221,8 @@ TEST(why, pools_that_are_gone) {
     fsdpi_tr_free(&job);
 }
 
-/* Units whose name is "" are "(root)" in each text, each by itself; parameters keep their names. */
+/* Units with the name "" are "(root)" in each text, and are counted separately; parameters keep
+   their names. */
 TEST(why, root_units) {
     char why[256], dir[4096];
     fsdpi_tr_job job;
@@ -1275,7 +1285,7 @@ TEST(why, root_units) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
-/* Where the fit would have a latency below 0, all is rate: the record takes as long as it took. */
+/* If the fit's latency would be below 0, it is all rate: a record takes as long as it took. */
 TEST(why, fit) {
     fsdpi_tr_event r[2];
     fsdpi_tr_rank rank;
@@ -1296,7 +1306,7 @@ TEST(why, fit) {
         }
 }
 
-/* ---- fsdptrace why ---------------------------------------------------------------------------- */
+/* ---- fsdptrace why --------------------------------------------------------------------------- */
 
 static char output[16384];
 
@@ -1313,7 +1323,7 @@ static int tool(const char *dir, const char *options) {
     CHECK_MSG(WIFEXITED(status), "%s", output);
     return WEXITSTATUS(status);
 }
-/* The number behind a text; 0 if it is not there. */
+/* Returns the number after a text; 0 if the text is missing. */
 static double behind(const char *text) {
     const char *at = strstr(output, text);
     return at ? strtod(at + strlen(text), NULL) : 0;
@@ -1325,12 +1335,14 @@ static void helps_bed(bed *d, int async, int never, const char *dir) {
     d->net.model.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
     sim_init(&d->s, 4, 0);
     d->s.async = async, d->s.latency_ns = 5000, d->s.coll_bytes_per_ns = 1;
-    for (int i = 0; i < d->net.num_calls; i++) d->work[i] = i % 2 ? 0 : 9000; /* gathers show */
+    /* gathers are exposed */
+    for (int i = 0; i < d->net.num_calls; i++) d->work[i] = i % 2 ? 0 : 9000;
     plan_sim = &d->s;
     bed_run(d, dir);
 }
 
-/* "What would help" beside a run that does it: both are clocks, of two that share no code. */
+/* "What would help" compared with a run that does it. Both are clocks, of two programs that share
+   no code. */
 TEST_P(why, what_would_help, devices) {
     static bed d;
     char dirs[2][4096];
@@ -1349,7 +1361,7 @@ TEST_P(why, what_would_help, devices) {
     check_lines(output);
     const char *advice = strstr(output, "what would help (simulated; as recorded: ");
     CHECK_MSG(advice, "%s", output);
-    while (*(advice = strchr(advice, '\n') + 1)) { /* a line each */
+    while (*(advice = strchr(advice, '\n') + 1)) { /* one line each */
         CHECK_MSG(!strncmp(advice, "  ", 2) && strcspn(advice, ";") == strlen(advice), "%s", output);
         CHECK_MSG(strstr(advice, " ms for "), "%s", output);
     }
@@ -1357,7 +1369,7 @@ TEST_P(why, what_would_help, devices) {
     CHECK(took[0] - took[1] > 0.05 * took[0]);
     CHECK_NEAR(gain, took[0] - took[1], 0.01 * took[0]);
     CHECK_NEAR(behind("as recorded: "), 0, 3);
-    CHECK_EQ_INT(tool(dirs[1], ""), 0); /* it is done: nobody says it again */
+    CHECK_EQ_INT(tool(dirs[1], ""), 0); /* it is already done, so not advised again */
     CHECK_MSG(!strstr(output, "never on all units"), "%s", output);
     CHECK_EQ_INT(tool(dirs[0], "--brief"), 0);
     CHECK_EQ_INT(strchr(output, '\n') + 1 - output +
@@ -1366,8 +1378,8 @@ TEST_P(why, what_would_help, devices) {
     CHECK_EQ_INT(tool("/nowhere", ""), 2);
 }
 
-/* Each thing that is advised beside a run that does it, of random programs. A unit that gathers another
-   one ahead than the next keeps its list. */
+/* Each advice is compared with a run that follows it, for random programs. A unit with a prefetch list
+   that names another unit than the next one keeps its list. */
 static const struct {
     const char *name;
     int run, programs, skips, frozen; /* frozen: the matrices, and unit 1 */
@@ -1391,7 +1403,8 @@ static double took_ms(bed *d, const char *dir, uint64_t seed, int run) {
     memcpy(d->net.reshard, reshard, sizeof reshard);
     d->ahead = ahead, d->planned = planned, d->skips = skips;
     d->net.frozen = frozen, d->net.frozen_unit = 2 * frozen;
-    d->stays = run == FSDP_RUN_LANES; /* the host is COMPUTE: then streams are as worker threads */
+    /* the host is COMPUTE: then streams behave like worker threads */
+    d->stays = run == FSDP_RUN_LANES;
     sim_init(&d->s, 4, 0);
     d->s.async = run != FSDP_RUN_INLINE, d->s.latency_ns = 1000 + below(seed, 4, 8000);
     d->s.coll_bytes_per_ns = 1, d->s.copy_bytes_per_ns = 20;
@@ -1400,7 +1413,8 @@ static double took_ms(bed *d, const char *dir, uint64_t seed, int run) {
     bed_run(d, dir);
     fsdpi_tr_rank *r = &d->job.rank[0];
     r->head.run = run;
-    for (uint64_t i = 0; i < r->num_records && d->stays; i++) /* a call ends when COMPUTE has done it */
+    /* a call ends when COMPUTE has done it */
+    for (uint64_t i = 0; i < r->num_records && d->stays; i++)
         for (uint64_t k = 0; k < r->num_records && r->records[i].kind == FSDPI_TR_CALL; k++)
             if (fsdpi_why_on_compute(r, &r->records[k]) && fsdpi_why_has(&r->records[i], &r->records[k]))
                 r->records[i].end_ns = fsdpi_why_more(r->records[i].end_ns, r->records[k].end_ns);
@@ -1412,8 +1426,8 @@ static double took_ms(bed *d, const char *dir, uint64_t seed, int run) {
 
 TEST_P(why, each_advice, bases) {
     static bed base, d;
-    double most[4] = {0, 0, 0, 0}; /* percent of the step: options; plans; what a plan says too little;
-                                      what is recorded */
+    /* percent of the step: options; plans; a plan's underestimate; the simulated step */
+    double most[4] = {0, 0, 0, 0};
     for (uint64_t seed = 0; seed < (uint64_t)row->programs; seed++) {
         helps_option list[HELPS_OPTIONS];
         fsdp_plan_times was, times;
@@ -1424,7 +1438,7 @@ TEST_P(why, each_advice, bases) {
         memset(&base, 0, sizeof base);
         base.skips = row->skips, base.net.frozen = row->frozen;
         const double before = took_ms(&base, dir, h_seed() + seed, row->run);
-        const int alike = base.net.scaled < 2; /* all units have as many bytes */
+        const int alike = base.net.scaled < 2; /* all units have equally many bytes */
         CHECK_EQ_INT(fsdpi_why_make(&base.job, &y), 1);
         const char *reason = helps_begin(&h, &y);
         CHECK_MSG(!reason, "%s", reason);
@@ -1459,9 +1473,9 @@ TEST_P(why, each_advice, bases) {
     (void)helps_print; /* the tool's */
 }
 
-/* Of random programs the simulation of what was recorded takes as long as the record says: inline
-   to 6 %, of steps of some 20 us. On streams it is not known when COMPUTE has come to calls that
-   issue nothing there; what is farther off than 15 % is not computed. */
+/* For random programs the simulation of the recorded step takes as long as the record: inline
+   within 6 %, for steps of some 20 us. On streams the time at which COMPUTE reaches calls that
+   issue nothing there is unknown; a result that is off by more than 15 % is not shown. */
 TEST_P(why, simulation_reproduces_the_record, devices) {
     static bed d;
     int said = 0, refused = 0;
@@ -1469,8 +1483,8 @@ TEST_P(why, simulation_reproduces_the_record, devices) {
         char dir[4096];
         snprintf(dir, sizeof dir, "%s/%d", h_tmpdir(), (int)seed);
         bed_draw(&d, h_seed() + seed, row->async);
-        d.net.sets &= PLAN_LISTS; /* a hook takes time that nobody can know */
-        if (row->async) { /* nor how the work behind calls without records on COMPUTE is divided */
+        d.net.sets &= PLAN_LISTS; /* the duration of a hook cannot be known */
+        if (row->async) { /* nor how the work after calls without records on COMPUTE is divided */
             int order[8] = {0, 1, 2, 3, 4, 5, 6, 7};
             d.net.num_calls = 0;
             plan_visit(&d.net, order, d.net.num_units);

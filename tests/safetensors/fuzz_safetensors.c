@@ -3,13 +3,14 @@
        clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
            -fno-sanitize-recover=all tests/safetensors/fuzz_safetensors.c tests/library.c \
            -o build/fuzz_safetensors -pthread -lm
-       mkdir build/seeds && FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0 # golden cases
+       mkdir build/seeds && FSDP_FUZZ_SEEDS=build/seeds build/fuzz_safetensors -runs=0 # golden
+   cases
        build/fuzz_safetensors -max_len=4096 -max_total_time=600 build/seeds
 
-   An input is what it is (1 byte) and its rest. 0: a header, for as much data as it tells itself;
-   what is accepted is printed again if that is possible. 4: two boxes. 5: a list that is printed and
-   read. (1 to 3 are for the files of a checkpoint.) tests/safetensors/test_safetensors.c includes this file, and
-   runs the golden cases and mutations of them from a seed.
+   An input has a kind (1 byte) and the rest. Kind 0: a header, with as much data as it describes;
+   an accepted header is printed again if possible. 4: two boxes. 5: a list that is printed and
+   read. (1 to 3 are for the files of a checkpoint.) tests/safetensors/test_safetensors.c includes
+   this file, and runs the golden cases and mutations of them from a seed.
 
    SPDX-License-Identifier: MIT */
 #include "lab_safetensors.h"
@@ -17,7 +18,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerInitialize(int *argc, char ***argv);
 
-/* A header for a file of the size that its tensors ask for: a text tells it. */
+/* Reads a header for a file of the size of its tensors, which an error text states. */
 static void fuzz_header(const char *header, int64_t nbytes) {
     int64_t data_bytes = 0, size;
     st_list l = st_read(header, nbytes, 0);
@@ -59,13 +60,13 @@ static void fuzz_boxes(const uint8_t *data, size_t size) {
     }
 }
 
-/* Bytes of an input, one after the other, then 0. */
+/* Returns bytes of an input, one after the other, then 0. */
 typedef struct fuzz_bytes {
     const uint8_t *at, *end;
 } fuzz_bytes;
 static int fuzz_byte(fuzz_bytes *b) { return b->at < b->end ? *b->at++ : 0; }
 
-/* A text of at most `most` bytes; some are no UTF-8. */
+/* Returns a text of at most `most` bytes; some are not UTF-8. */
 static char *fuzz_text(fuzz_bytes *b, int most) {
     static const char *const pieces[] = {"\"",           "\\",
                                          "\n",           "\x01",
@@ -124,7 +125,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
 typedef void fuzz_each(const char *name, const uint8_t *input, size_t size, void *arg);
 
-/* Each golden header behind a byte 0. */
+/* Calls `each` for each golden header, after a byte 0. */
 static void fuzz_golden(fuzz_each *each, void *arg) {
     const char *dir = getenv("FSDP_GOLDEN_DIR");
     char path[400], name[100] = "";

@@ -1,5 +1,5 @@
-/* lab_safetensors.h - what tests of fsdp_safetensors.h share: a header read in memory of exactly its
-   size, what has to hold for every list that was accepted, and boxes compared element by element.
+/* lab_safetensors.h - helpers for tests of fsdp_safetensors.h: a header read in memory of exactly
+   its size, invariants of every accepted list, and boxes compared element by element.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_SAFETENSORS_H
@@ -22,7 +22,7 @@
     } while (0)
 #endif
 
-enum { ST_GUARD = 8 }; /* bytes behind each room, which stay as they are */
+enum { ST_GUARD = 8 }; /* bytes after each block, which must not change */
 
 ST_FN void *st_room(int64_t nbytes) {
     char *room = (char *)malloc((size_t)nbytes + ST_GUARD);
@@ -50,8 +50,8 @@ ST_FN void st_free(st_list *l) {
     memset(l, 0, sizeof *l);
 }
 
-/* Both calls, in blocks of exactly the size that was told, so that a sanitizer sees what is beyond;
-   without one, the bytes behind them are looked at. */
+/* Makes both calls in blocks of exactly the stated size, so that a sanitizer detects accesses after
+   them; without one, checks the bytes after them. */
 ST_FN st_list st_read(const void *header, int64_t nbytes, int64_t data_bytes) {
     char *own = (char *)malloc(nbytes ? (size_t)nbytes : 1);
     fsdp_safetensors_info info;
@@ -82,7 +82,7 @@ ST_FN st_list st_read(const void *header, int64_t nbytes, int64_t data_bytes) {
     return l;
 }
 
-/* A file from its first byte on. */
+/* Reads a file, including its first 8 bytes. */
 ST_FN st_list st_read_file(const void *file, int64_t nbytes) {
     int64_t header = -1;
     st_list l;
@@ -105,7 +105,7 @@ ST_FN int st_same_entry(const fsdp_safetensors_entry *a, const fsdp_safetensors_
            a->end == b->end && a->file_dtype == b->file_dtype;
 }
 
-/* What holds for every accepted list: names are there once, and bytes are covered once. */
+/* Checks the invariants of an accepted list: names are unique, and every byte is covered once. */
 ST_FN void st_check(const st_list *l, int64_t data_bytes) {
     int64_t end = 0;
     for (int64_t i = 0; i < l->n; i++) {
@@ -132,8 +132,8 @@ ST_FN void st_check(const st_list *l, int64_t data_bytes) {
     st_must(end == data_bytes);
 }
 
-/* Prints these entries, reads them again: they are the same. Returns the header, which the caller
-   frees, or NULL if they cannot be printed. */
+/* Prints these entries and reads them again: they must be equal. Returns the header, which the
+   caller frees, or NULL if they cannot be printed. */
 ST_FN char *st_print_and_read(fsdp_safetensors_entry *e, int64_t n, int sharded,
                               const char *const *keys, const char *const *values, int pairs,
                               int64_t *size) {
@@ -163,7 +163,7 @@ ST_FN char *st_print_and_read(fsdp_safetensors_entry *e, int64_t n, int sharded,
 
 /* ---- boxes ----------------------------------------------------------------------------------- */
 
-enum { ST_BOX = 4096 }; /* elements, at most */
+enum { ST_BOX = 4096 }; /* maximum number of elements */
 
 ST_FN int64_t st_numel(int ndim, const int64_t *shape) {
     int64_t n = 1;
@@ -171,7 +171,7 @@ ST_FN int64_t st_numel(int ndim, const int64_t *shape) {
     return n;
 }
 
-/* Where an element of one box lies in another, or -1. */
+/* Returns the index of an element of one box in another, or -1. */
 ST_FN int64_t st_place(int ndim, int64_t k, const int64_t *start, const int64_t *shape,
                        const int64_t *other_start, const int64_t *other_shape) {
     int64_t at[FSDP_MAX_DIMS] = {0}, place = 0;
@@ -187,7 +187,8 @@ ST_FN int64_t st_place(int ndim, int64_t k, const int64_t *start, const int64_t 
     return place;
 }
 
-/* Each shared element is met once, in the order of dst, at its places; runs are as long as may be. */
+/* Checks that each shared element occurs once, in the order of dst, at its indices, and that runs
+   have maximum length. */
 ST_FN void st_check_boxes(int ndim, const int64_t *src_start, const int64_t *src_shape,
                           const int64_t *dst_start, const int64_t *dst_shape) {
     int64_t numel = st_numel(ndim, dst_shape), k = 0, runs = 0, src_end = -1, dst_end = -1;
@@ -210,6 +211,6 @@ ST_FN void st_check_boxes(int ndim, const int64_t *src_start, const int64_t *src
     for (; k < numel; k++)
         st_must(st_place(ndim, k, dst_start, dst_shape, src_start, src_shape) < 0);
     st_must(runs == first.rows && (o.rows != 0) == (o.elements != 0));
-    st_must(memcmp(&o, &first, sizeof o) == 0); /* at its first run again */
+    st_must(memcmp(&o, &first, sizeof o) == 0); /* back at its first run */
 }
 #endif

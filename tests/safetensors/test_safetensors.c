@@ -1,5 +1,5 @@
-/* test_safetensors.c - fsdp_safetensors.h: the verdicts and lists of the golden headers, texts of
-   failures, printed headers, checksums, boxes; hostile bytes.
+/* test_safetensors.c - fsdp_safetensors.h: whether golden headers are accepted, and their lists;
+   error texts, printed headers, checksums, boxes; hostile bytes.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -44,7 +44,7 @@ static int64_t header_of(const blob *b) {
     return n;
 }
 
-/* ---- golden verdicts ------------------------------------------------------------------------- */
+/* ---- golden headers -------------------------------------------------------------------------- */
 
 static blob unhex(const char *hex) {
     blob b = {(char *)malloc(strlen(hex) / 2 + 1), 0};
@@ -69,7 +69,7 @@ static char *put_utf8(char *to, unsigned c) {
     return to;
 }
 
-/* As Python's unicode_escape wrote it. */
+/* Decodes Python's unicode_escape. */
 static void unescape(const char *from, char *to) {
     unsigned c;
     while (*from) {
@@ -96,7 +96,7 @@ static void unescape(const char *from, char *to) {
     *to = 0;
 }
 
-/* The one that the file has no bytes of: its name is too long for a line. */
+/* Returns the header that the file does not contain: its name is too long for a line. */
 static blob name_5000(void) {
     blob b = {(char *)calloc(6000, 1), 0};
     CHECK(b.at != NULL);
@@ -166,7 +166,7 @@ TEST(safetensors, golden_verdicts, VALGRIND) {
     h_message("%d cases, %d accepted, %d tensors", cases, accepted, tensors);
 }
 
-/* ---- texts of failures ----------------------------------------------------------------------- */
+/* ---- error texts ----------------------------------------------------------------------------- */
 
 #define T "\"t\":{\"dtype\":\"I32\",\"shape\":[2,2],\"data_offsets\":[0,16]}"
 #define T2(name, offsets)                                                                          \
@@ -256,7 +256,7 @@ static const struct {
     {"{\"t\":{\"x\":{\"a\":1]}}", "at byte 24: expected ',' or '}', got ']'", 0},
     {"{\"t\":{\"x\":[1,]}}", "at byte 21: expected a value, got ']'", 0},
     {"{\"t\":{\"x\":{1}}}", "at byte 19: expected a string, got '1'", 0},
-    /* names are shortened, whole characters; what could steer a terminal is not shown */
+    /* names are shortened to whole characters; characters that control a terminal are not shown */
     {"{\"" LONG40 LONG40 "\":1}", "at byte 92: expected '{', got '1'", 0},
     {"{\"" LONG40 LONG40 "\":{}}", "tensor '" LONG40 "012345678901234567890123...' has no 'dtype'",
      0},
@@ -266,7 +266,7 @@ static const struct {
      "tensor '?[31m?"
      "?' has no 'dtype'",
      0},
-    /* the sharding info: positions are those of its own text */
+    /* the sharding info: positions refer to its own text */
     {SHARDED("{\\\"t\\\":{\\\"saved_offsets\\\":[0,4]}}"), "", 16},
     {SHARDED(""), "DCP_SHARDING_INFO: at byte 0: expected '{', got the end", 16},
     {SHARDED("{\\\"t\\\":{\\\"saved_offsets\\\":[0,4]}}}"),
@@ -322,13 +322,13 @@ TEST(safetensors, texts_of_sizes, VALGRIND) {
          "is no safetensors file: header of 100000001 bytes, at most 100000000"},
         {UINT64_MAX, INT64_MAX, 0,
          "is no safetensors file: header of 18446744073709551615 bytes, at most 100000000"},
-        {0x0808000004034b50u, 9000, 0, /* torch.save: a ZIP archive, and as it was before */
+        {0x0808000004034b50u, 9000, 0, /* torch.save: a ZIP archive, or the old format */
          "is no safetensors file, but one of torch.save (a pickle): write its tensors with "
          "safetensors.torch.save_file"},
         {0x469cfc6c0a8a0280u, 9000, 0,
          "is no safetensors file, but one of torch.save (a pickle): write its tensors with "
          "safetensors.torch.save_file"},
-        {0x280, 9000, 0x280, ""}, /* begins as a pickle */
+        {0x280, 9000, 0x280, ""}, /* begins like a pickle */
         {0x4034b50, INT64_MAX, 0x4034b50, ""},
     };
     char why[120];
@@ -347,7 +347,7 @@ TEST(safetensors, texts_of_sizes, VALGRIND) {
     CHECK_STATUS(fsdp_safetensors_header_bytes(why, 8, NULL, why, 9), FSDP_ERR_INVALID_ARG);
 }
 
-/* A text is cut where its room ends, behind a whole character. */
+/* A text is truncated to its buffer, after a whole character. */
 TEST(safetensors, short_rooms, VALGRIND) {
     static const char h[] = "{\"\xc3\xa9\xf0\x9f\x98\x80\":{}}",
                       whole[] = "tensor '\xc3\xa9\xf0\x9f\x98\x80' has no 'dtype'";
@@ -359,7 +359,7 @@ TEST(safetensors, short_rooms, VALGRIND) {
                      FSDP_ERR_CORRUPT);
         st_end(why, (int64_t)cap);
         if (n > sizeof whole - 1) n = sizeof whole - 1;
-        n = n == 9 ? 8 : n > 10 && n < 14 ? 10 : n; /* characters of two and of four bytes */
+        n = n == 9 ? 8 : n > 10 && n < 14 ? 10 : n; /* characters of two and four bytes */
         if (cap) CHECK_EQ_INT(strlen(why), n);
         if (cap) CHECK_EQ_MEM(why, whole, n);
         free(why);
@@ -369,7 +369,7 @@ TEST(safetensors, short_rooms, VALGRIND) {
     CHECK_EQ_INT(info.num_entries, 0);
 }
 
-/* Which bytes are UTF-8, by the code point that they give: the shortest form, no surrogate. */
+/* The bytes that are valid UTF-8, by their code points: the shortest form, no surrogates. */
 TEST(safetensors, utf8, VALGRIND) {
     static const uint8_t more[] = {0x22, 0x7f, 0x80, 0x8f, 0x90, 0x9f, 0xa0, 0xbf, 0xc0, 0xff};
     int accepted = 0;
@@ -393,7 +393,7 @@ TEST(safetensors, utf8, VALGRIND) {
             st_free(&l);
         }
     CHECK(accepted > 1000);
-    /* what stands behind the header is not looked at */
+    /* bytes after the header are not read */
     static const char cut[] = "{\"\xf0\x9f\x98\x80";
     fsdp_safetensors_info info;
     char why[100];
@@ -428,7 +428,7 @@ TEST(safetensors, arguments, VALGRIND) {
     CHECK_EQ_STR(e.name, "t");
     CHECK_EQ_INT(info.num_entries, 1);
     CHECK_EQ_INT(info.text_bytes, 2 + 4 + 1);
-    /* without tensors there is nothing that entries would be */
+    /* without tensors entries may be NULL */
     CHECK_OK(fsdp_safetensors_parse("{}", 2, 0, NULL, text, &info, why, 64));
     CHECK_EQ_INT(info.text_bytes, 1);
     CHECK_STATUS(fsdp_safetensors_parse("{}", 2, 1, NULL, NULL, &info, why, 64), FSDP_ERR_CORRUPT);
@@ -438,7 +438,7 @@ TEST(safetensors, arguments, VALGRIND) {
     CHECK_EQ_STR(fsdp_safetensors_dtype_name(22), "?");
 }
 
-/* ---- what is read ---------------------------------------------------------------------------- */
+/* ---- contents that are read ------------------------------------------------------------------ */
 
 TEST(safetensors, metadata) {
     static const struct {
@@ -464,8 +464,8 @@ TEST(safetensors, metadata) {
     }
 }
 
-/* Keys and dtypes with escapes, values that are skipped, more dims than the library has; a tensor
-   without bytes in the middle of the others. */
+/* Keys and dtypes with escapes, values that are skipped, more dims than the library has; an empty
+   tensor between others. */
 TEST(safetensors, unusual_headers, VALGRIND) {
     static const char h[] = "\t{\"b\":{\"sh\\u0061pe\":[2,2,1,1,1,1,1,1,1],\"x\":[[],{},{\"a\":[1,-"
                             "0.5e+3,true,false,null,"
@@ -488,7 +488,7 @@ TEST(safetensors, unusual_headers, VALGRIND) {
     st_free(&l);
 }
 
-/* The sharding info's names have escapes of their own, and its other members are skipped. */
+/* Names in the sharding info have their own escapes, and its other members are skipped. */
 TEST(safetensors, sharding_info, VALGRIND) {
     static const char h[] =
         "{\"__metadata__\":{\"DCP_SHARDING_INFO\":\" { \\\"a\\\\\\\"\\u00e9\\\\u00e9\\\" : "
@@ -525,7 +525,7 @@ TEST(safetensors, depth, VALGRIND) {
         }
 }
 
-/* ---- what is printed ------------------------------------------------------------------------- */
+/* ---- contents that are printed --------------------------------------------------------------- */
 
 static fsdp_safetensors_entry entry(const char *name, fsdp_dtype dtype, int ndim,
                                     const int64_t *n) {
@@ -538,7 +538,7 @@ static fsdp_safetensors_entry entry(const char *name, fsdp_dtype dtype, int ndim
 }
 
 #define M "optim.state.h.0.w"
-/* As example.py makes it, in no order. */
+/* The entries of example.py, in arbitrary order. */
 static void example_entries(int writer, fsdp_safetensors_entry *e, int *n) {
     static const int64_t w[2][6] = {{2, 2, 0, 0, 3, 2}, {1, 2, 2, 0, 3, 2}};
     static const int64_t b[2][3] = {{1, 0, 2}, {1, 1, 2}};
@@ -579,7 +579,7 @@ TEST(safetensors, example, VALGRIND) {
     }
 }
 
-/* Without the spaces at its end, of which there are only those that are needed. */
+/* Returns the text without the spaces at its end, which must be as few as possible. */
 static const char *printed(fsdp_safetensors_entry *e, int n, int sharded, const char *const *keys,
                            const char *const *values, int pairs) {
     static char copy[4000];
@@ -651,7 +651,7 @@ TEST(safetensors, printed_texts, VALGRIND) {
         "\"2\",\"f\\u0001\\\"\":\"\\u001f\x7f\xc3\xa9/\",\"format\":\"pt\"},"
         "\"q\\\"\\\\/\\b\\f\\n\\r\\t\\u0001\\u001f\x7f\xc3\xa9\":{\"dtype\":\"BF16\",\"shape\":"
         "[2,1],\"data_offsets\":[0,4]}}");
-    /* a whole that was not told is not written; one without elements is */
+    /* a global shape that is not given is not written; one without elements is */
     e[0] = entry("a", FSDP_U8, 2, none), e[1] = entry("b", FSDP_U8, 1, zero);
     e[2] = entry("s", FSDP_U8, 0, NULL);
     CHECK_EQ_STR(
@@ -692,10 +692,10 @@ TEST(safetensors, refused_lists, VALGRIND) {
     CHECK_EQ_INT(refused(e, 1, 0), -1);
     free(longest);
     for (int dtype = -1; dtype < 70; dtype++) {
-        e[0] = good, e[0].dtype = dtype, e[0].file_dtype = -1; /* of OTHER alone it counts */
+        e[0] = good, e[0].dtype = dtype, e[0].file_dtype = -1; /* counts for OTHER only */
         CHECK_EQ_INT(refused(e, 1, 0) > 0, dtype > 0 && dtype < FSDP_DTYPE_COUNT);
     }
-    for (int file_dtype = -1; file_dtype < 40; file_dtype++) { /* those that the library has not */
+    for (int file_dtype = -1; file_dtype < 40; file_dtype++) { /* dtypes that the library lacks */
         static const char *const others[] = {
             "BOOL",        "F4",          "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0",
             "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16",     "U32",     "C64",     "U64"};
@@ -734,14 +734,14 @@ TEST(safetensors, refused_lists, VALGRIND) {
         e[i] = good, e[i].name = i == 0 ? "a" : i == 1 ? "b" : "c", e[i].dtype = FSDP_U8;
         e[i].shape[0] = i < 2 ? most / 4 : most / 2;
     }
-    CHECK_EQ_INT(refused(e, 3, 0), -1); /* the last one alone has 2^64 bits */
+    CHECK_EQ_INT(refused(e, 3, 0), -1); /* the last one by itself has 2^64 bits */
     e[2].shape[0] = most / 4;
     CHECK(refused(e, 3, 0) > 0);
 }
 
 /* A header has at most 100,000,000 bytes. */
 TEST(safetensors, largest) {
-    enum { CONTROLS = 16666662 }; /* of 6 bytes each; 25 are around them */
+    enum { CONTROLS = 16666662 }; /* 6 bytes each; 25 other bytes */
     static const char *const key[] = {"a"};
     char *text = (char *)lab_zeros(CONTROLS + 6, 1), why[100];
     const char *value[1];
@@ -754,7 +754,7 @@ TEST(safetensors, largest) {
     text[CONTROLS + 3] = 'x';
     if (!W_SLOW) CHECK_EQ_INT(fsdp_safetensors_print(NULL, 0, 0, key, value, 1, NULL, 0), -1);
     free(text);
-    /* not looked at */
+    /* not read */
     CHECK_STATUS(fsdp_safetensors_parse("", 100000001, 0, NULL, NULL, &info, why, sizeof why),
                  FSDP_ERR_CORRUPT);
     CHECK_EQ_STR(why, "header of 100000001 bytes, at most 100000000");
@@ -807,7 +807,7 @@ TEST(safetensors, print_and_read, VALGRIND) {
             uint64_t r = h_rand64(&seed);
             int told = (int)(r >> 32) & 1;
             e[k].name = names[k];
-            snprintf(names[k], NAME, "%d", k); /* no two are equal */
+            snprintf(names[k], NAME, "%d", k); /* so that all differ */
             for (int times = (int)(r % 4); times > 0; times--)
                 strcat(names[k], pieces[h_rand64(&seed) % 13]);
             e[k].dtype = 1 + (fsdp_dtype)((r >> 8) % 9);
@@ -827,8 +827,8 @@ TEST(safetensors, print_and_read, VALGRIND) {
     h_message("%d lists, %d tensors", lists, made);
 }
 
-/* What the reference wrote, printed from what was read of it: the same bytes. PyTorch's metadata has
-   no order, so that of its files only the tensors are compared. */
+/* Files of the reference are read and printed again: the bytes are equal. PyTorch's metadata has no
+   order, so that only the tensors of its files are compared. */
 TEST(safetensors, bytes_of_the_reference, VALGRIND) {
     static const char *const files[] = {
         "transformers_gpt2/model-00001-of-00003.safetensors",
@@ -874,7 +874,7 @@ enum { FILES = 4 };
 typedef struct dir {
     blob file[FILES];
     st_list list[FILES];
-    int64_t data[FILES]; /* where it begins */
+    int64_t data[FILES]; /* offset of the data */
     int num;
     int64_t boxes, met;
 } dir;
@@ -899,7 +899,7 @@ static void dir_close(dir *c) {
     }
 }
 
-/* Every element of a tensor, of all its boxes together: `value` of it, or the closed form. */
+/* Checks every element of a tensor in all its boxes: it is `value`, or follows from the formula. */
 static void dir_tensor(dir *c, const char *name, fsdp_dtype dtype, int ndim, const int64_t *shape,
                        const double *value) {
     static char seen[1 << 16];
@@ -924,7 +924,7 @@ static void dir_tensor(dir *c, const char *name, fsdp_dtype dtype, int ndim, con
                                                                        (uint64_t)(o.dst + j), 1)};
                         char element[8], rounded[8];
                         memcpy(element, data + (o.src + j) * size,
-                               (size_t)size); /* at any address */
+                               (size_t)size); /* at any alignment */
                         CHECK_OK(fsdp_convert(rounded, dtype, want, FSDP_F64, 1));
                         CHECK_OK(fsdp_convert(got, FSDP_F64, element, dtype, 1));
                         CHECK_MSG(!memcmp(element, rounded, (size_t)size), "%s[%lld]: %g, not %g",
@@ -975,7 +975,7 @@ TEST(safetensors, golden_checkpoints, VALGRIND) {
                 dir_tensor(&c, name, FSDP_F32, 0, NULL, &step);
             }
         }
-        dir_close(&c); /* no tensor that the list has not */
+        dir_close(&c); /* no other tensors */
     }
     GOLDEN_CLOSE(&g);
     CHECK(cases > 0);
@@ -983,7 +983,7 @@ TEST(safetensors, golden_checkpoints, VALGRIND) {
     h_message("%d directories, %d files, %d tensors", cases, files, tensors);
 }
 
-/* Its index names each tensor and its file. */
+/* The index names each tensor and its file. */
 TEST(safetensors, golden_transformers, VALGRIND) {
     static const char *const names[] = {"model-00001-of-00003.safetensors",
                                         "model-00002-of-00003.safetensors",
@@ -1023,7 +1023,7 @@ typedef struct hostile {
     int64_t data;
 } hostile;
 
-/* Three headers: a plain one, one of ours, an odd one. */
+/* Returns one of three headers: a plain one, one of this library, an unusual one. */
 static hostile hostile_of(int which) {
     static const char plain[] =
         "{\"__metadata__\":{\"format\":\"pt\"},\"w\":{\"dtype\":\"F32\",\"shape\":"
@@ -1061,8 +1061,9 @@ TEST(safetensors, truncated, VALGRIND) {
     }
 }
 
-/* Never a fault; the same verdict again; what is accepted is a list for this data. How many are
-   accepted is known: flips in names, in texts of the metadata, of letters of keys that are skipped. */
+/* No flip may crash; a second call gives the same result; an accepted list fits the data. The
+   number of accepted flips is known: in names, in texts of the metadata, in letters of skipped
+   keys. */
 TEST(safetensors, flipped_bits, VALGRIND) {
     static const int want[3] = {69, 846, 243};
     for (int which = 0; which < 3; which++) {
@@ -1102,8 +1103,8 @@ static void keep_seed(const char *name, const uint8_t *input, size_t size, void 
     s->size[s->num++] = size;
 }
 
-/* What tests/safetensors/fuzz_safetensors.c does, without libFuzzer: the golden headers, then headers
-   that bytes were changed in, cut out of, copied into from others. */
+/* Runs tests/safetensors/fuzz_safetensors.c without libFuzzer: the golden headers, then headers in
+   which bytes were changed, removed, or copied from others. */
 TEST(safetensors, mutations) {
     static const char *const words[] = {
         "{", "}",  "[",  "]",    ",",         ":",         "\"",           "\\", "\\u0000",
@@ -1129,7 +1130,7 @@ TEST(safetensors, mutations) {
         int from = (int)(r % (uint64_t)s.num), kind = (int)(r >> 32 & 7);
         size_t n = s.size[from];
         memcpy(buf, s.at[from], n);
-        if (kind >= 4) /* boxes and lists are any bytes */
+        if (kind >= 4) /* boxes and lists may have any bytes */
             for (size_t i = n = 1 + (r >> 40) % 200; i > 0; i--) buf[i] = (uint8_t)h_rand64(&seed);
         buf[0] = (uint8_t)(kind < 4 ? 0 : kind < 6 ? 4 : 5);
         for (int times = kind < 4 ? 1 + (int)(r >> 35 & 3) : 0; times > 0; times--) {
@@ -1149,7 +1150,7 @@ TEST(safetensors, mutations) {
                 memmove(buf + at + length, buf + at, n - at);
                 n += length;
                 break;
-            default: /* a word in place of bytes */
+            default: /* replaces bytes by a word */
                 length = strlen(word);
                 if (at + length <= n) memcpy(buf + at, word, length);
             }
@@ -1168,7 +1169,7 @@ TEST(safetensors, many) {
     fsdp_safetensors_entry *e = (fsdp_safetensors_entry *)lab_zeros((size_t)num, sizeof *e);
     char *names = (char *)lab_zeros((size_t)num, 32), why[200];
     fsdp_safetensors_info info;
-    for (int64_t i = 0; i < num; i++) { /* names in no order */
+    for (int64_t i = 0; i < num; i++) { /* names in arbitrary order */
         snprintf(names + 32 * i, 32, "layers.%lld.w", (long long)(i * 7919 % num));
         e[i] = entry(names + 32 * i, dtypes[i % 4], 2, n);
     }
@@ -1200,7 +1201,7 @@ TEST(safetensors, many) {
     free(e), free(got), free(names), free(text), free(buf);
 }
 
-/* A name that comes again far away; places that overlap far away. */
+/* A name that occurs again far away; ranges that overlap far away. */
 TEST(safetensors, many_with_a_fault) {
     enum { N = 3000 };
     char *h = (char *)lab_zeros(N * 80, 1), want[100];
@@ -1252,7 +1253,7 @@ TEST(crc32c, known) {
     CHECK_EQ_INT(fsdp_crc32c(0, "a", 1), 0xc1d04330);
     CHECK_EQ_INT(fsdp_crc32c(0, NULL, 0), 0);
     CHECK_EQ_INT(fsdp_crc32c(0x1234567, b, -1), 0x1234567);
-    memset(b, 0, 32); /* the four of RFC 3720 */
+    memset(b, 0, 32); /* the four examples of RFC 3720 */
     CHECK_EQ_INT(fsdp_crc32c(0, b, 32), 0x8a9136aa);
     memset(b, 0xff, 32);
     CHECK_EQ_INT(fsdp_crc32c(0, b, 32), 0x62a8ab43);
@@ -1260,7 +1261,7 @@ TEST(crc32c, known) {
     CHECK_EQ_INT(fsdp_crc32c(0, b, 32), 0x46dd794e);
     for (int i = 0; i < 32; i++) b[i] = (uint8_t)(31 - i);
     CHECK_EQ_INT(fsdp_crc32c(0, b, 32), 0x113fdb5c);
-    /* the small file of the specification of checkpoints */
+    /* the small file in the specification of checkpoints */
     hostile h = hostile_of(0);
     uint32_t crc = fsdp_crc32c(0, "\x90\0\0\0\0\0\0\0", 8);
     crc = fsdp_crc32c(crc, h.header.at, h.header.size);
@@ -1269,7 +1270,7 @@ TEST(crc32c, known) {
     free(h.header.at);
 }
 
-/* Every alignment and length, the table and the instruction, against one bit after the other. */
+/* Every alignment and length, with the table and the instruction, compared with a bitwise loop. */
 TEST(crc32c, alignments) {
     enum { N = 16 + 300 };
     uint8_t raw[N];
@@ -1284,7 +1285,8 @@ TEST(crc32c, alignments) {
     h_message(lib_has_crc32c() ? "by an instruction, and by the table" : "by the table alone");
 }
 
-/* Long inputs run as three lanes of 4096 bytes: about one, two and three rounds of them. */
+/* Long inputs are processed in three lanes of 4096 bytes: about one, two and three rounds of them.
+   */
 TEST(crc32c, lanes) {
     enum { ROUND = 3 * 4096, N = 3 * ROUND + 64 };
     uint8_t *raw = (uint8_t *)lab_zeros(N, 1);
@@ -1321,20 +1323,20 @@ TEST(crc32c, pieces) {
 
 /* ---- boxes ----------------------------------------------------------------------------------- */
 
-/* Section "Resharding": which run of which saved box each rank reads. */
+/* Section "Resharding": the runs of each saved box that each rank reads. */
 static const struct {
     int ndim;
     int64_t saved[4], wanted[4]; /* start, shape */
     int64_t rows, elements, src, dst, last_src, last_dst;
 } reshards[] = {
-    /* 7 x 3 by 4 ranks, to 3 */
+    /* 7 x 3 on 4 ranks, to 3 */
     {2, {0, 0, 2, 3}, {0, 0, 3, 3}, 1, 6, 0, 0, 0, 0},
     {2, {2, 0, 2, 3}, {0, 0, 3, 3}, 1, 3, 0, 6, 0, 6},
     {2, {2, 0, 2, 3}, {3, 0, 3, 3}, 1, 3, 3, 0, 3, 0},
     {2, {4, 0, 2, 3}, {3, 0, 3, 3}, 1, 6, 0, 3, 0, 3},
     {2, {6, 0, 1, 3}, {6, 0, 1, 3}, 1, 3, 0, 0, 0, 0},
     {2, {0, 0, 2, 3}, {3, 0, 3, 3}, 0, 0, 0, 0, 0, 0},
-    /* 6 x 5 in 2 x 2 boxes, to rows of 3 ranks */
+    /* 6 x 5 in 2 x 2 boxes, to rows on 3 ranks */
     {2, {0, 0, 3, 3}, {0, 0, 2, 5}, 2, 3, 0, 0, 3, 5},
     {2, {0, 3, 3, 2}, {0, 0, 2, 5}, 2, 2, 0, 3, 2, 8},
     {2, {0, 0, 3, 3}, {2, 0, 2, 5}, 1, 3, 6, 0, 6, 0},
@@ -1343,7 +1345,7 @@ static const struct {
     {2, {3, 3, 3, 2}, {2, 0, 2, 5}, 1, 2, 0, 8, 0, 8},
     {2, {3, 0, 3, 3}, {4, 0, 2, 5}, 2, 3, 3, 0, 6, 5},
     {2, {3, 3, 3, 2}, {4, 0, 2, 5}, 2, 2, 2, 3, 4, 8},
-    /* 2 rows by 4 ranks, to 3 */
+    /* 2 rows on 4 ranks, to 3 */
     {1, {0, 1}, {0, 1}, 1, 1, 0, 0, 0, 0},
     {1, {1, 1}, {1, 1}, 1, 1, 0, 0, 0, 0},
     {1, {2, 0}, {1, 1}, 0, 0, 0, 0, 0, 0},
@@ -1396,7 +1398,7 @@ TEST(boxes, brute) {
         for (int d = 0; d < ndim; d++, r >>= 16) {
             n[0][d] = (int64_t)(r & 15) % small, n[1][d] = (int64_t)(r >> 4 & 15) % small;
             n[2][d] = (int64_t)(r >> 8 & 15) % small, n[3][d] = (int64_t)(r >> 12 & 15) % small;
-            if ((r & 3) == 3) n[2][d] = n[0][d], n[3][d] = n[1][d]; /* a dim that is not cut */
+            if ((r & 3) == 3) n[2][d] = n[0][d], n[3][d] = n[1][d]; /* a dim that is not sharded */
         }
         st_check_boxes(ndim, n[0], n[1], n[2], n[3]);
         fsdp_box_overlap o;
@@ -1426,7 +1428,7 @@ TEST(boxes, large_and_wrong) {
     shape[1] = 2; /* more than 2^62 elements */
     fsdp_box_begin(2, zero, shape, zero, shape, &o);
     CHECK_EQ_INT(o.rows, 0);
-    shape[2] = 0; /* none */
+    shape[2] = 0; /* no elements */
     fsdp_box_begin(3, zero, shape, zero, shape, &o);
     CHECK_EQ_INT(o.rows, 0);
     for (int which = 0; which < 4; which++)

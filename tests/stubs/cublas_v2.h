@@ -1,6 +1,6 @@
-/* cublas_v2.h - a stand-in for the header of cuBLAS: the few calls that examples/gpt/train_gpt.cu
-   uses, with the same names, values and signatures. stub_cublas.c implements them over the stub
-   CUDA runtime: plain loops on the host, in the order of the handle's stream.
+/* cublas_v2.h - a stub for the header of cuBLAS: the few calls that examples/gpt/train_gpt.cu uses,
+   with the real names, values and signatures. stub_cublas.c implements them over the stub CUDA
+   runtime: plain loops on the host, in the order of the handle's stream.
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_CUBLAS_V2_H
@@ -24,11 +24,11 @@ typedef enum {
 typedef enum { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 } cublasOperation_t;
 typedef enum {
     CUBLAS_COMPUTE_32F = 68,
-    CUBLAS_COMPUTE_32F_FAST_TF32 = 77 /* f32 only; 10 bits of the mantissa of a and b count */
+    CUBLAS_COMPUTE_32F_FAST_TF32 = 77 /* f32 only; uses 10 bits of the mantissa of a and b */
 } cublasComputeType_t;
 typedef enum {
     CUBLAS_DEFAULT_MATH = 0,
-    CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION = 16 /* parts of a sum are f32, not type_c */
+    CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION = 16 /* partial sums are f32, not type_c */
 } cublasMath_t;
 typedef enum { CUBLAS_GEMM_DEFAULT = -1 } cublasGemmAlgo_t;
 typedef struct cublasContext *cublasHandle_t;
@@ -42,8 +42,8 @@ cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream);
 cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode);
 const char *cublasGetStatusString(cublasStatus_t status);
 
-/* For each i < count: c = alpha * op(a) * op(b) + beta * c, by columns: op(a) is m x k, op(b) is
-   k x n; matrix i begins i strides further. alpha and beta are in host memory, and read before the
+/* For each i < count: c = alpha * op(a) * op(b) + beta * c, column-major: op(a) is m x k, op(b) is
+   k x n; matrix i starts i strides later. alpha and beta are in host memory, and read before the
    call returns. */
 cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t op_a,
                                           cublasOperation_t op_b, int m, int n, int k,

@@ -1,4 +1,4 @@
-/* cuda_runtime.h - as the header of that name: the stub has no more than its C part
+/* cuda_runtime.h - the header of that name: the stub has only its C part
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_CUDA_RUNTIME_H

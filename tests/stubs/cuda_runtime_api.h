@@ -1,5 +1,5 @@
-/* cuda_runtime_api.h - a stand-in for the CUDA runtime's header: what fsdp.h and its tests use of
-   it, with the same names, values and signatures, on a machine without GPU. stub_cuda.c implements
+/* cuda_runtime_api.h - a stub for the CUDA runtime's header: the part that fsdp.h and its tests
+   use, with the real names, values and signatures, on a machine without GPU. stub_cuda.c implements
    it, stub.h controls it. Device memory is host memory, a kernel is a loop on the host.
 
    SPDX-License-Identifier: MIT */
@@ -122,7 +122,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 cudaError_t cudaMemset(void *ptr, int value, size_t count);
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind);
 
-#ifdef __cplusplus /* as in CUDA, a stream left out is the default one */
+#ifdef __cplusplus /* as in CUDA, the default stream may be omitted */
 #define FSDP_STUB_STREAM cudaStream_t stream = 0
 #else
 #define FSDP_STUB_STREAM cudaStream_t stream
@@ -173,10 +173,10 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end);
 typedef void (*cudaHostFn_t)(void *user);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void *user);
 
-/* The seam to kernels compiled for the host. launch copies the params; the body runs for the block
-   indices 0..grid-1 in the stream's order. load is what the first launch of a body does before all
-   else, if nobody has done it: it waits for the device, as CUDA may where it loads lazily. touch tells
-   the race checker what the body reads or writes: once for a row or a run, not for each element. */
+/* Interface for kernels that are compiled for the host. launch copies the params and runs the body
+   for block indices 0..grid-1 in the stream's order. load loads a body; otherwise its first launch
+   does so, and waits for the device, as CUDA may with lazy loading. touch reports a body's reads
+   and writes to the race checker: once for a row or span, not for each element. */
 cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_index),
                              const void *params, size_t size, unsigned grid, cudaStream_t stream);
 cudaError_t fsdp_stub_load(void (*body)(const void *params, unsigned block_index));

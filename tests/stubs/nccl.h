@@ -1,8 +1,8 @@
-/* nccl.h - a stand-in for NCCL's header: what fsdp.h and its tests use of it, with the same names,
+/* nccl.h - a stub for NCCL's header: the part that fsdp.h and its tests use, with the real names,
    values and signatures. stub_nccl.c implements it, stub.h controls it.
 
-   -DFSDP_STUB_NCCL=22304 makes it the header of 2.23.4: what came later is hidden, so that a build
-   shows whether all uses are guarded.
+   -DFSDP_STUB_NCCL=22304 makes it the header of 2.23.4: later declarations are hidden, so that a
+   build shows whether all uses are guarded.
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_NCCL_H
@@ -18,7 +18,7 @@
 #define NCCL_MINOR            (FSDP_STUB_NCCL / 100 % 100)
 #define NCCL_PATCH            (FSDP_STUB_NCCL % 100)
 #define NCCL_SUFFIX           ""
-#define NCCL_VERSION(X, Y, Z) ((X)*10000 + (Y)*100 + (Z)) /* of 2.9 and later */
+#define NCCL_VERSION(X, Y, Z) ((X)*10000 + (Y)*100 + (Z)) /* for 2.9 and later */
 #define NCCL_VERSION_CODE     FSDP_STUB_NCCL
 
 #ifdef __cplusplus
@@ -90,7 +90,7 @@ typedef enum {
 #define NCCL_CONFIG_UNDEF_PTR NULL
 #define NCCL_SPLIT_NOCOLOR    (-1)
 
-/* Grows with the version; the size tells which one a caller was built with. */
+/* Grows with the version; `size` shows the version with which a caller was built. */
 typedef struct {
     size_t size;
     unsigned magic, version;
@@ -221,7 +221,7 @@ typedef enum {
 ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t *value);
 #endif
 #if FSDP_STUB_NCCL >= 23102
-/* Of one collective; equal on all ranks. */
+/* Configuration of one collective; equal on all ranks. */
 typedef struct {
     size_t size;
     unsigned magic, version;

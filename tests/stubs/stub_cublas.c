@@ -1,8 +1,9 @@
-/* stub_cublas.c - cublas_v2.h of this folder: products as plain loops in the order of a stream
+/* stub_cublas.c - implements cublas_v2.h of this folder: products as plain loops in a stream's
+   order
 
-   What cuBLAS refuses is refused here: shapes, and types that do not go together. So is what gives
-   no product there: elements that are not aligned, and results of a batch on top of each other.
-   Sums are f32, with every math mode.
+   Rejects the shapes and combinations of types that cuBLAS rejects. It also rejects unaligned
+   elements and batches with overlapping results, which give no product there. Sums are f32, with
+   every math mode.
 
    SPDX-License-Identifier: MIT */
 #include "cublas_v2.h"
@@ -18,8 +19,8 @@ struct cublasContext {
 typedef struct {
     const char *data;
     cudaDataType type;
-    int tf32;                  /* 1: is read as TF32 */
-    int trans, rows, cols, ld; /* rows, cols: as it is stored, by columns */
+    int tf32;                  /* 1: read as TF32 */
+    int trans, rows, cols, ld; /* rows, cols: as stored, column-major */
     long long stride;
 } operand;
 
@@ -31,7 +32,7 @@ typedef struct {
 
 static size_t type_size(cudaDataType type) { return type == CUDA_R_16BF ? 2 : 4; }
 
-/* Without the last `bits` bits: to nearest, ties to even; a NaN stays one. */
+/* Clears the last `bits` bits: rounds to nearest, ties to even; a NaN stays a NaN. */
 static float round_off(float value, int bits) {
     const uint32_t rest = (1u << bits) - 1;
     uint32_t word;
@@ -43,7 +44,7 @@ static float round_off(float value, int bits) {
     return value;
 }
 
-enum { NOT_IN_BF16 = 16, NOT_IN_TF32 = 13 }; /* bits */
+enum { NOT_IN_BF16 = 16, NOT_IN_TF32 = 13 }; /* numbers of bits */
 
 static float get(const operand *x, const char *matrix, int row, int col) {
     const long long at = x->trans ? (long long)row * x->ld + col : (long long)col * x->ld + row;
@@ -72,7 +73,7 @@ static void put(const operand *x, char *matrix, int row, int col, float value) {
     }
 }
 
-/* Shows the race checker what a product reads or writes. */
+/* Reports a product's reads or writes to the race checker. */
 static void touch(const operand *x, const char *matrix, int write) {
     const size_t size = type_size(x->type);
     if (x->ld == x->rows) {
@@ -99,7 +100,7 @@ static void multiply(const void *params, unsigned index) {
             float sum = 0.0f;
             for (int i = 0; i < p->k; i++) sum += get(&p->a, a, row, i) * get(&p->b, b, i, col);
             sum *= p->alpha;
-            /* with beta 0 it is not read: it may be no number */
+            /* with beta 0 it must not be read: it may be a NaN */
             if (p->beta != 0.0f) sum += p->beta * get(&p->c, c, row, col);
             put(&p->c, c, row, col, sum);
         }
@@ -163,7 +164,7 @@ static int is_bad(const operand *x) {
     return x->ld < 1 || x->ld < x->rows || !x->data || (uintptr_t)x->data % type_size(x->type) != 0;
 }
 
-/* As the table of cublasGemmEx has them. */
+/* Returns 1 if cublasGemmEx's table has this combination. */
 static int go_together(cudaDataType type_a, cudaDataType type_b, cudaDataType type_c,
                        cublasComputeType_t compute) {
     if (type_a != type_b) return 0;

@@ -1,9 +1,9 @@
 /* stub_cuda.c - the CUDA runtime on the host: streams are threads with a queue, device memory is
-   the heap. See stub.h. Not for anything but tests.
+   the heap. See stub.h. For tests only.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#define _GNU_SOURCE 1 /* the POSIX calls, also with -std=c99 */
 #endif
 #include "stub_core.h"
 
@@ -19,12 +19,12 @@
 
 enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8, KERNELS = 512 };
 
-/* What an op does. A graph keeps it and runs it many times. */
+/* The body of an op. A graph keeps it and runs it many times. */
 typedef struct work {
     const char *name;
-    void (*body)(void *arg);    /* NULL: nothing */
-    void *arg;                  /* */
-    void (*release)(void *arg); /* behind the last run; NULL: nothing to free */
+    void (*body)(void *arg);    /* may be NULL */
+    void *arg;
+    void (*release)(void *arg); /* called after the last run; may be NULL */
 } work;
 
 typedef struct op {
@@ -32,68 +32,68 @@ typedef struct op {
     uint64_t seq;
     work w;
     int num_deps;
-    stub_point deps[1]; /* num_deps */
+    stub_point deps[1]; /* num_deps elements */
 } op;
 
-/* A step of a graph: work, or one of the two halves of an order between its lanes. */
+/* A node of a graph: work, or one of the two halves of an order between its lanes. */
 typedef struct node {
     struct node *next;
-    int lane;   /* of the stream that it was captured in; 0: of the one that began */
+    int lane;   /* lane of the stream in which it was captured; 0: the origin stream */
     int record; /* number of an event's record; -1: none */
-    int wait;   /* number of the record that is waited for; -1: none */
+    int wait;   /* number of the record that it waits for; -1: none */
     work w;
 } node;
 
 struct CUgraph_st {
-    int uses, device, num_lanes, num_records; /* uses: by the caller, by executables, by launches */
+    int uses, device, num_lanes, num_records; /* uses: by the caller, executables and launches */
     node *first, **last;
 };
 
 struct CUgraphExec_st {
     cudaGraph_t graph;
-    cudaStream_t lanes[LANES]; /* [0] is the one of the launch */
-    stub_point *points;        /* of the records in the last launch */
+    cudaStream_t lanes[LANES]; /* [0] is the launch's stream */
+    stub_point *points;        /* positions of the records in the last launch */
     stub_clock *clocks;
 };
 
-/* A capture under way. The number is never used again: an event of an ended one is known by it. */
+/* A capture under way. Its number is never reused: it identifies events of ended captures. */
 typedef struct capture {
     struct capture *next;
     uint64_t number;
     enum cudaStreamCaptureMode mode;
-    pthread_t thread; /* that began it */
+    pthread_t thread; /* that began the capture */
     int invalid, num_lanes;
     cudaStream_t lanes[LANES];
-    int work[LANES];        /* nodes with work so far */
-    int seen[LANES][LANES]; /* [lane][other]: how many nodes of another lane it is behind */
+    int work[LANES];        /* number of nodes with work so far */
+    int seen[LANES][LANES]; /* [lane][other]: number of nodes of another lane before it */
     cudaGraph_t graph;
 } capture;
 
-/* Invariant: ops are done in the order of their numbers; completed <= issued. A destroyed stream is
-   used again for a new one when its queue is empty: numbers go on, so old events stay valid. */
+/* Invariant: ops complete in the order of their numbers; completed <= issued. A destroyed stream is
+   reused for a new one once its queue is empty: numbers continue, so that old events stay valid. */
 struct CUstream_st {
     struct CUstream_st *next;
-    capture *capture; /* NULL: none; its ops go there */
-    int lane;         /* in it */
+    capture *capture; /* NULL: not captured; receives its ops */
+    int lane;         /* index in the capture */
     int device, blocking, alive, priority, actor;
     int has_thread;
     uint64_t issued, completed;
-    op *head, **tail, *current; /* current: runs; a child of a fork has a way to it, too */
+    op *head, **tail, *current; /* current: the running op; a forked child can still reach it */
     pthread_cond_t work;
     stub_clock clock;
 };
 
 struct CUevent_st {
-    stub_point point; /* of the last record */
+    stub_point point; /* position of the last record */
     stub_clock clock;
-    uint64_t capture; /* of the last record; 0: none */
-    int record;       /* its number in that capture */
+    uint64_t capture; /* capture of the last record; 0: none */
+    int record;       /* number of the record in that capture */
     int seen[LANES];
-    double issued_ms; /* the host's time of the last record: what the event has for its own */
+    double issued_ms; /* host time of the last record: the event's time */
 };
 
-/* The last write of 4 bytes, and reads since then by up to four actors. A slot is valid for the
-   bytes in its mask; actor 0 is none. Slot 0 is the writer. */
+/* The last write of 4 bytes, and reads after it by up to four actors. A slot applies to the bytes
+   in its mask; actor 0 means none. Slot 0 is the writer. */
 enum { SLOTS = 5 };
 typedef struct cell {
     uint32_t time[SLOTS];
@@ -104,11 +104,11 @@ typedef struct block {
     struct block *next;
     stub_memory m;
     int registered;
-    size_t mapped; /* bytes of pages of its own, which can be protected; 0: from the heap */
-    cell *shadow;  /* made at the first access that is checked */
+    size_t mapped; /* bytes of separate pages, which can be protected; 0: from the heap */
+    cell *shadow;  /* allocated at the first checked access */
 } block;
 
-/* A host thread, or one that was. */
+/* A host thread, present or former. */
 typedef struct host {
     struct host *next;
     int actor, alive;
@@ -124,10 +124,10 @@ typedef struct rule {
 typedef void (*kernel)(const void *params, unsigned block_index);
 
 typedef struct state {
-    struct state *inherited; /* of the process that forked this one; only kept */
+    struct state *inherited; /* state of the process that forked this one; only kept */
     struct CUstream_st *streams;
     block *blocks;
-    block *doomed; /* freed behind a sticky error: ops may still be at them */
+    block *doomed; /* freed after a sticky error: ops may still use them */
     capture *captures;
     uint64_t num_captures; /* so far */
     host *hosts;
@@ -139,8 +139,8 @@ typedef struct state {
     } names[NAMES];
     int num_names;
     int64_t calls, waits;
-    int open;    /* ops that run: device memory can be accessed */
-    int is_used; /* CUDA has been called: not for children of fork any more */
+    int open;    /* running ops: device memory is accessible */
+    int is_used; /* CUDA has been called, so it fails in forked children */
     kernel loaded[KERNELS];
     int num_loaded;
     int failed, sticky;
@@ -150,10 +150,10 @@ typedef struct state {
 } state;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* some stream completed an op */
+static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* a stream has completed an op */
 static pthread_key_t thread_key;
 static state *now;
-/* Kept in children of fork. */
+/* Kept in forked children. */
 static int settings[STUB_SETTINGS] = {0, 0, 0, 8,   NCCL_VERSION_CODE, 16384,          1, 0, 0,
                                       0, 0, 1, 132, INT_MAX,           CUDART_VERSION, 2};
 static rule rules[RULES];
@@ -162,11 +162,11 @@ static int in_driver; /* threads in a cudaFree that waits, with STUB_DRIVER */
 
 static __thread int my_device;
 static __thread cudaError_t my_error;
-static __thread state *my_state; /* the one that my_host and my_streams belong to */
+static __thread state *my_state; /* state of my_host and my_stream */
 static __thread host *my_host;
 static __thread cudaStream_t my_stream;             /* cudaStreamPerThread */
-static __thread cudaStream_t running;               /* whose op this thread runs at present */
-static __thread enum cudaStreamCaptureMode my_mode; /* towards captures; global */
+static __thread cudaStream_t running;               /* stream whose op this thread runs */
+static __thread enum cudaStreamCaptureMode my_mode; /* for captures; the default is global */
 
 /* ---- process --------------------------------------------------------------------------------- */
 
@@ -194,8 +194,8 @@ static void after_fork(void) {
     new_state();
 }
 
-/* What a thread has seen to complete is known to those that join it. That is not seen here, so all
-   others are taken to know it: the checker rather misses a race than invents one. */
+/* Threads that join an ended thread know its completed steps. The stub does not see joins, so it
+   gives them to all threads: the checker may miss a race, but does not report a false one. */
 static void thread_ends(void *value) {
     host *me = (host *)value;
     pthread_mutex_lock(&lock);
@@ -246,7 +246,7 @@ static void read_environment(void) {
     }
 }
 
-/* Every entry point takes the lock by this. */
+/* Takes the lock and sets up the stub. Every entry point calls it. */
 static state *begin(void) {
     pthread_mutex_lock(&lock);
     if (!is_set_up) {
@@ -371,8 +371,8 @@ void stub_live_add(int kind, int64_t amount) {
 }
 
 /* ---- race checker: clocks -----------------------------------------------------------------------
-   Each op of a stream and each access of a host thread is a step of that actor. A step is ordered
-   behind an earlier one if its clock says so; clocks are joined where CUDA orders. Under lock. */
+   Each op of a stream and each access of a host thread is a step of that actor. The clocks say
+   whether a step comes after an earlier one; they are joined where CUDA orders. Under lock. */
 
 static void join(stub_clock *clock, const stub_clock *with) {
     if (checks)
@@ -389,7 +389,8 @@ static void step(state *s, stub_clock *clock, int actor, const char *name) {
     s->steps[actor][++clock->at[actor] % RING] = name;
 }
 
-/* The calling thread. What other threads have seen before its first call it is taken to know. */
+/* Returns the calling thread's host. A new one knows everything that other threads have seen so
+   far. */
 static host *myself(state *s) {
     if (my_host) return my_host;
     host *h = s->hosts;
@@ -431,7 +432,7 @@ static block *find_block(state *s, const void *ptr) {
     return b;
 }
 
-/* Who made a step, for the text. */
+/* Writes the origin of a step for the text. */
 static const char *who(state *s, int actor, uint32_t time, char *text, size_t size) {
     const char *name = s->steps[actor][time % RING];
     struct CUstream_st *t = s->streams;
@@ -461,11 +462,11 @@ static int is_before(const cell *k, int slot, const stub_clock *clock) {
 
 static void note_read(cell *k, int actor, uint32_t time, uint8_t mask, const stub_clock *clock) {
     int slot = 0;
-    for (int i = 1; i < SLOTS && !slot; i++) /* the same reader again */
+    for (int i = 1; i < SLOTS && !slot; i++) /* the same reader */
         if (k->actor[i] == actor && (k->mask[i] & ~mask) == 0) slot = i;
     for (int i = 1; i < SLOTS && !slot; i++)
         if (!k->actor[i] || (is_before(k, i, clock) && (k->mask[i] & ~mask) == 0)) slot = i;
-    if (!slot) slot = 1; /* forgets a reader: a race may be missed */
+    if (!slot) slot = 1; /* drops a reader: a race may be missed */
     k->actor[slot] = (uint8_t)actor;
     k->time[slot] = time;
     k->mask[slot] = mask;
@@ -593,7 +594,7 @@ static void wait_done(stub_point p) {
     while (!is_done(p)) pthread_cond_wait(&moved, &lock);
 }
 
-/* Device memory is open while ops run, if the host is to have no access to it. */
+/* Makes device memory accessible while ops run, if the host must not access it. */
 static void open_memory(state *s, int delta) {
     s->open += delta;
     if (s->open > 1 || (s->open == 1 && delta < 0)) return;
@@ -601,7 +602,7 @@ static void open_memory(state *s, int delta) {
         if (b->mapped) mprotect(b->m.base, b->mapped, s->open ? PROT_READ | PROT_WRITE : PROT_NONE);
 }
 
-/* Waits for what the op depends on, runs it without the lock, and says that it is done. */
+/* Waits for the op's dependencies, runs it without the lock, and marks it as complete. */
 static void run_op(cudaStream_t s, op *o) {
     cudaStream_t outer = running;
     stub_point before = {s, o->seq - 1};
@@ -634,7 +635,7 @@ static void *stream_main(void *arg) {
             pthread_cond_wait(&s->work, &lock);
             continue;
         }
-        s->current = o; /* before it leaves the list: a fork may come between */
+        s->current = o; /* before it leaves the list: a fork may happen in between */
         s->head = o->next;
         if (!s->head) s->tail = &s->head;
         run_op(s, o);
@@ -663,7 +664,7 @@ static cudaStream_t new_stream(state *s, int device, int blocking, int priority)
     return t;
 }
 
-/* The legacy default stream of a device: blocking is 2. */
+/* Returns the legacy default stream of a device: blocking is 2. */
 static cudaStream_t legacy_of(state *s, int device) {
     struct CUstream_st *t = s->streams;
     while (t && !(t->blocking == 2 && t->device == device)) t = t->next;
@@ -721,7 +722,7 @@ static void start_thread(cudaStream_t t) {
     t->has_thread = 1;
 }
 
-/* With the lock held, which is given up while the op runs in synchronous mode. */
+/* Requires the lock, and releases it while the op runs in synchronous mode. */
 static stub_point submit(state *s, cudaStream_t t, work w, const stub_point *deps, int num_deps,
                          stub_clock *clock) {
     int legacy = add_legacy(s, t, NULL);
@@ -735,7 +736,7 @@ static stub_point submit(state *s, cudaStream_t t, work w, const stub_point *dep
     if (checks) {
         join(&t->clock, &myself(s)->clock);
         for (int i = 0; i < num_deps;
-             i++) /* of what is not the last op the caller knows the clock */
+             i++) /* for other ops than the last one, the caller knows the clock */
             if (deps[i].stream && deps[i].seq == deps[i].stream->issued && deps[i].stream != t)
                 join(&t->clock, &deps[i].stream->clock);
         if (clock) join(&t->clock, clock);
@@ -761,8 +762,8 @@ stub_point stub_submit(cudaStream_t stream, const char *name, void (*body)(void 
     return p;
 }
 
-/* The host has seen a point: all that the stream's clock had then. A later clock is too much only
-   if somebody else uses the stream at the same time. */
+/* The host has seen a point, so it knows the stream's clock. A later clock is too large only if
+   another thread uses the stream at the same time. */
 static void host_knows(state *s, const stub_clock *clock) {
     if (checks) join(&myself(s)->clock, clock);
 }
@@ -792,7 +793,7 @@ static cudaError_t fails(cudaError_t error) {
     return error;
 }
 
-/* uses: the call needs the driver, which does not survive a fork. */
+/* uses: the call needs the driver, which does not work after a fork. */
 static cudaError_t enter_as(const char *name, int uses) {
     state *s = begin();
     count_call(s, name);
@@ -800,7 +801,7 @@ static cudaError_t enter_as(const char *name, int uses) {
     if (code >= 700 && code < 800) s->sticky = code;
     if (s->sticky) code = s->sticky;
     if (uses && is_forked) code = cudaErrorInitializationError;
-    static int driver = -1; /* a file of it, for as long as the process lives */
+    static int driver = -1; /* a file of the driver, open for the process's lifetime */
     if (uses && driver < 0) driver = open("/dev/zero", O_RDWR | O_CLOEXEC);
     s->is_used |= uses;
     end();
@@ -883,10 +884,10 @@ const char *cudaGetErrorString(cudaError_t error) { return error_table[error_row
 const char *cudaGetErrorName(cudaError_t error) { return error_table[error_row(error)].name; }
 
 /* ---- captures -----------------------------------------------------------------------------------
-   A captured stream keeps its ops for a graph instead of running them. Rules as CUDA has them: an
-   order across the border of a capture, or a wait of the host, is an error, and behind an error
-   nothing is possible but to end the capture. Stricter: no pageable memory, no collectives. All
-   under lock. */
+   A captured stream keeps its ops for a graph instead of running them. Rules as in CUDA: an order
+   across the border of a capture, or a wait of the host, is an error, and after an error the
+   capture can only be ended. Stricter than CUDA: no pageable memory, no collectives. All under
+   lock. */
 
 static capture *find_capture(state *s, uint64_t number) {
     capture *c = s->captures;
@@ -899,7 +900,7 @@ static cudaError_t spoil(capture *c, cudaError_t error) {
     return error;
 }
 
-/* The legacy stream is ordered with all that do not opt out: those may not be captured meanwhile. */
+/* Returns 1 if a stream of the capture is ordered with the legacy stream, which is an error. */
 static int touches_capture(const capture *c, const struct CUstream_st *legacy) {
     int found = 0;
     for (int i = 0; i < c->num_lanes; i++)
@@ -907,7 +908,7 @@ static int touches_capture(const capture *c, const struct CUstream_st *legacy) {
     return found;
 }
 
-/* The stream that a handle means, for ops; NULL and the error. */
+/* Returns the stream of a handle for ops, or NULL and an error. */
 static cudaStream_t usable(state *s, cudaStream_t handle, cudaError_t *error) {
     cudaStream_t t = resolve(s, handle, my_device);
     *error = t ? cudaSuccess : cudaErrorInvalidResourceHandle;
@@ -917,14 +918,14 @@ static cudaStream_t usable(state *s, cudaStream_t handle, cudaError_t *error) {
     return *error ? NULL : t;
 }
 
-/* The same, for the host to wait for. */
+/* Returns the stream of a handle for the host to wait for, or NULL and an error. */
 static cudaStream_t awaitable(state *s, cudaStream_t handle, cudaError_t *error) {
     cudaStream_t t = usable(s, handle, error);
     if (t && t->capture) *error = spoil(t->capture, cudaErrorStreamCaptureUnsupported);
     return *error ? NULL : t;
 }
 
-/* Whether captures forbid this thread what may wait behind the scenes, as memory does. */
+/* Returns 1 if a capture forbids this thread calls that may wait implicitly, such as cudaMalloc. */
 static int is_forbidden(state *s) {
     int found = 0;
     for (capture *c = s->captures; c; c = c->next) {
@@ -963,7 +964,7 @@ static void keep(const struct CUstream_st *t, int record, int wait, work w) {
     graph->last = &n->next;
 }
 
-/* An op, for now or for a graph. The point of one for a graph is none. */
+/* Issues an op, or adds it to a graph. The result for a graph is no point. */
 static stub_point put(state *s, cudaStream_t t, work w) {
     stub_point none = {NULL, 0};
     capture *c = t->capture;
@@ -989,12 +990,13 @@ static void record_captured(const struct CUstream_st *t, cudaEvent_t event) {
     keep(t, event->record, -1, none);
 }
 
-/* The stream, the event or both are captured. A stream that is not comes in by it. */
+/* Handles a wait with the stream, the event or both captured. A stream that is not captured joins
+   the capture. */
 static cudaError_t wait_captured(state *s, cudaStream_t t, const struct CUevent_st *event) {
     capture *c = find_capture(s, event->capture);
     const work none = {"cudaStreamWaitEvent", NULL, NULL, NULL};
     if (!c && t->capture) return spoil(t->capture, cudaErrorStreamCaptureIsolation);
-    if (!c) return cudaErrorCapturedEvent; /* of a capture that has ended: it never happens */
+    if (!c) return cudaErrorCapturedEvent; /* its capture has ended: it never happens */
     if (t->capture && t->capture != c)
         return spoil(t->capture, spoil(c, cudaErrorStreamCaptureMerge));
     if (c->invalid) return cudaErrorStreamCaptureInvalidated;
@@ -1016,7 +1018,7 @@ static void drop_graph(cudaGraph_t graph) {
     free(graph);
 }
 
-/* Its streams are ordinary ones again. Returns the graph. */
+/* Ends a capture: its streams are ordinary ones again. Returns the graph. */
 static cudaGraph_t end_capture(state *s, capture *c) {
     cudaGraph_t graph = c->graph;
     capture **link = &s->captures;
@@ -1056,7 +1058,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
     return fails(error);
 }
 
-/* Why a capture cannot be ended here; it goes on. */
+/* Returns the reason why a capture cannot be ended here; the capture continues. */
 static cudaError_t check_end(const struct CUstream_st *t) {
     if (!t) return cudaErrorInvalidResourceHandle;
     if (!t->capture) return cudaErrorIllegalState;
@@ -1129,8 +1131,8 @@ static void mark_record(state *s, cudaStream_t t, work w, struct CUgraphExec_st 
     if (checks) e->clocks[record] = t->clock;
 }
 
-/* All of it behind the stream's ops and the launch before, and the stream goes on behind it, since
-   what was forked has been joined. */
+/* Runs the graph after the stream's ops and the previous launch. Later ops of the stream run after
+   it, as forked lanes have been joined. */
 static void launch_graph(state *s, cudaGraphExec_t e, cudaStream_t t) {
     cudaGraph_t graph = e->graph;
     const work done = {"cudaGraphLaunch", launch_done, graph, NULL};
@@ -1152,13 +1154,13 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     if (!exec) return fails(cudaErrorInvalidValue);
     state *s = begin();
     cudaError_t error;
-    cudaStream_t t = awaitable(s, stream, &error); /* graphs in graphs are not done here */
+    cudaStream_t t = awaitable(s, stream, &error); /* graphs in graphs are not supported */
     if (t) launch_graph(s, exec, t);
     end();
     return fails(error);
 }
 
-/* What is under way ends first. */
+/* Running launches complete first. */
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     cudaError_t entered = enter("cudaGraphExecDestroy");
     if (!exec) return entered ? entered : fails(cudaErrorInvalidValue);
@@ -1176,7 +1178,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     return entered;
 }
 
-/* Executables go on. */
+/* Executable graphs remain valid. */
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     cudaError_t entered = enter("cudaGraphDestroy");
     if (!graph) return entered ? entered : fails(cudaErrorInvalidValue);
@@ -1275,7 +1277,7 @@ static void *take_memory(block *b, size_t size, size_t align, int protect) {
     return base == MAP_FAILED ? NULL : base;
 }
 
-/* Filled with what nobody should take for data: CUDA does not clear it. */
+/* Fills memory with a pattern, as CUDA does not clear it. */
 cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryType type) {
     int kind = type == cudaMemoryTypeHost ? STUB_PINNED_BYTES : STUB_DEVICE_BYTES;
     state *s = begin();
@@ -1351,8 +1353,8 @@ cudaError_t cudaMallocHost(void **ptr, size_t size) {
     return allocate("cudaMallocHost", ptr, size, cudaMemoryTypeHost);
 }
 
-/* Both wait for the whole device, as CUDA does; the checker asks for more, as it is not promised.
-   Behind a sticky error nothing can be waited for. */
+/* Waits for the whole device, as CUDA does. The checker does not rely on that, as CUDA does not
+   promise it. After a sticky error nothing can be waited for. */
 static cudaError_t release(const char *name, void *ptr, int is_host) {
     cudaError_t entered = enter(name);
     stub_memory m;
@@ -1386,7 +1388,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     ENTER("cudaPointerGetAttributes");
     stub_memory m;
     memset(attributes, 0, sizeof *attributes);
-    attributes->device = -2; /* as CUDA has it for memory that it does not know */
+    attributes->device = -2; /* as in CUDA for unknown memory */
     if (!stub_find(ptr, 1, &m)) {
         attributes->hostPointer = (void *)(uintptr_t)ptr;
         return cudaSuccess;
@@ -1402,11 +1404,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 
 typedef struct copy {
     char *dst;
-    const char *src; /* NULL: set to value */
+    const char *src; /* NULL: fill with value */
     size_t dpitch, spitch, width, height;
     int value;
-    void *staged;           /* a private copy of pageable memory */
-    int dst_seen, src_seen; /* by the race checker: memory of the stub */
+    void *staged;           /* a copy of pageable memory */
+    int dst_seen, src_seen; /* memory of the stub, which the race checker sees */
 } copy;
 
 static void copy_body(void *arg) {
@@ -1432,7 +1434,7 @@ static int on_device(const void *ptr, enum cudaMemoryType *type) {
     return *type == cudaMemoryTypeDevice;
 }
 
-/* Whether the kind of a copy says where its ends are. Managed memory is on both sides. */
+/* Returns 1 if the copy's kind matches both ends. Managed memory counts as both. */
 static int fits_kind(enum cudaMemcpyKind kind, enum cudaMemoryType dst, enum cudaMemoryType src) {
     int to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     int from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
@@ -1445,7 +1447,7 @@ static size_t extent(size_t pitch, const copy *c) {
     return c->height ? pitch * (c->height - 1) + c->width : 0;
 }
 
-/* Pageable memory is read before the call returns; a copy to it is complete then. A capture has no
+/* Pageable memory is read before the call returns; a copy to it is then complete. A capture has no
    such copies. */
 static cudaError_t start_copy(const char *name, copy c, enum cudaMemcpyKind kind,
                               cudaStream_t handle, int blocks) {
@@ -1521,7 +1523,8 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpy
     enum cudaMemoryType to, from;
     ENTER_WAITING("cudaMemcpy");
     if (count && !src) return fails(cudaErrorInvalidValue);
-    int inside = on_device(dst, &to) & on_device(src, &from); /* then the host does not wait */
+    /* both on the device: the host does not wait */
+    int inside = on_device(dst, &to) & on_device(src, &from);
     return start_copy("cudaMemcpy", a_copy(dst, 0, src, 0, count, 1), kind, NULL, !inside);
 }
 
@@ -1542,7 +1545,7 @@ cudaError_t cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t 
 typedef struct launch {
     void (*body)(const void *params, unsigned block_index);
     unsigned grid;
-    double params[1]; /* as long as they are; aligned for all that can be in them */
+    double params[1]; /* have any length; aligned for any content */
 } launch;
 
 static void launch_body(void *arg) {
@@ -1550,8 +1553,8 @@ static void launch_body(void *arg) {
     for (unsigned i = 0; i < l->grid; i++) l->body(l->params, i);
 }
 
-/* A kernel that is used for the first time is loaded, and for that the device has to be idle. A
-   capture waits for nothing. */
+/* Loads a kernel at its first use, for which the device must be idle. A capture waits for nothing.
+   */
 static void load(state *s, kernel body, int waits, int is_launch) {
     int i = 0;
     while (i < s->num_loaded && s->loaded[i] != body) i++;
@@ -1593,7 +1596,7 @@ cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_ind
     return fails(error);
 }
 
-/* ---- functions of the host in a stream ------------------------------------------------------- */
+/* ---- host functions in a stream -------------------------------------------------------------- */
 
 typedef struct host_call {
     cudaHostFn_t fn;
@@ -1621,7 +1624,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t fn, void *user)
     return fails(error);
 }
 
-/* ---- streams and events, as the runtime has them --------------------------------------------- */
+/* ---- streams and events ---------------------------------------------------------------------- */
 
 static cudaError_t create_stream(cudaStream_t *stream, unsigned flags, int priority) {
     state *s = begin();
@@ -1641,7 +1644,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
     return create_stream(stream, flags, priority);
 }
 
-/* Returns at once; what is queued still runs. */
+/* Returns at once; queued ops still run. */
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     cudaError_t entered = enter("cudaStreamDestroy");
     state *s = begin();
@@ -1658,8 +1661,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return entered ? entered : ok ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
 }
 
-/* An injected failure waits all the same: what is queued may be at memory that is freed next. Behind
-   a sticky error nothing can be waited for. */
+/* Waits despite an injected failure: queued ops may use memory that is freed next. After a sticky
+   error nothing can be waited for. */
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     cudaError_t entered = enter("cudaStreamSynchronize"), error;
     state *s = begin();
@@ -1783,7 +1786,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     ENTER_WAITING("cudaEventSynchronize");
     state *s = begin();
     cudaError_t error = cudaSuccess;
-    stub_point p = event->point; /* of this moment: it may be recorded again */
+    stub_point p = event->point; /* a copy: the event may be recorded again */
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
     if (!error) wait_done(p);
     if (!error) host_knows(s, &event->clock);

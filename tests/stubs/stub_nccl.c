@@ -1,16 +1,16 @@
-/* stub_nccl.c - NCCL on the host: ranks, threads or processes, share an anonymous file where they
-   show each other their data, and wait for each other without limit, as NCCL does. Sums are the
-   library's own (src/core/reduce.h), in the order of ranks. See stub.h. Not for anything but tests.
+/* stub_nccl.c - NCCL on the host: ranks, which are threads or processes, share an anonymous file in
+   which they show each other their data, and wait without limit, as NCCL does. Sums are the
+   library's own (src/core/reduce.h), in rank order. See stub.h. For tests only.
 
-   Where ranks meet: the id names a file descriptor of the process that made it, which the others
-   open below /proc. Nothing is left behind, however a rank ends.
+   Ranks find each other by the id: it names a file descriptor of the process that made it, which
+   the others open below /proc. Nothing is left, however a rank ends.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#define _GNU_SOURCE 1 /* the POSIX calls, also with -std=c99 */
 #endif
 #undef FSDP_STUB_NCCL
-#define FSDP_STUB_NCCL 23102 /* this library knows all there is */
+#define FSDP_STUB_NCCL 23102 /* this library has every feature */
 #include "stub_core.h"
 
 #define FSDP_STATIC
@@ -29,7 +29,7 @@
 
 enum { RANKS = 64, ALIGN = 2 << 20 };
 #define STAGE ((size_t)262144) /* bytes that a rank shows at once */
-#define PIECE ((size_t)16384)  /* of a message */
+#define PIECE ((size_t)16384)  /* bytes of a message */
 enum { WORDS = 8 };
 #define MAGIC 0x6662757473ull
 
@@ -58,7 +58,7 @@ static const char *const kind_names[] = {"ncclAllGather",   "ncclReduceScatter",
 
 /* ---- the file that ranks share --------------------------------------------------------------- */
 
-/* What a rank shows: how often it has arrived, and what it is about to do. */
+/* Data that a rank shows: its number of arrivals, and its next operation. */
 typedef struct member {
     uint32_t arrived, joined;
     uint64_t record[WORDS];
@@ -66,7 +66,7 @@ typedef struct member {
     uint64_t pad[5];
 } member;
 
-/* From one rank to another: full while sent != taken. */
+/* A channel from one rank to another: full while sent != taken. */
 typedef struct channel {
     uint32_t sent, taken, bytes, pad;
     char data[PIECE];
@@ -74,21 +74,21 @@ typedef struct channel {
 
 typedef struct shared {
     uint64_t magic, nonce;
-    uint32_t bell; /* rung at every arrival; slept on */
+    uint32_t bell; /* changes at every arrival; a futex */
     int32_t size, version, pad;
     member members[RANKS];
-} shared; /* then size * size channels, then a stage for each rank */
+} shared; /* followed by size * size channels, then a stage for each rank */
 
-/* A file that this process has mapped: ranks that are threads use one mapping. */
+/* A mapped file: ranks that are threads share a mapping. */
 typedef struct mapping {
     struct mapping *next;
     shared *at;
     size_t bytes;
-    int pid, fd, refs; /* fd: of the process that made the id, until all have come; else -1 */
+    int pid, fd, refs; /* fd: in the process that made the id, until all have arrived; then -1 */
     uint64_t nonce;
 } mapping;
 
-typedef struct where { /* what an id says */
+typedef struct where { /* contents of an id */
     uint64_t magic, nonce;
     int32_t pid, fd;
 } where;
@@ -96,7 +96,7 @@ typedef struct where { /* what an id says */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static mapping *mappings;
 static int async_all, is_set_up;
-static uint64_t host_hash; /* as the variables were at the first init of the process; 0: none */
+static uint64_t host_hash; /* from the variables at the process's first init; 0: none */
 static char warning[256];
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -109,7 +109,7 @@ static void take_lock(void) {
     pthread_atfork(before_fork, after_fork, after_fork);
 }
 
-/* Large sums, which connect ranks, take long here and connect nothing. */
+/* Large sums connect ranks in NCCL; here they take long and connect nothing. */
 static void __attribute__((constructor)) leave_cold(void) { setenv("FSDP_NCCL_WARM_UP", "0", 0); }
 
 static ncclResult_t warn(ncclResult_t result, const char *text) {
@@ -131,7 +131,7 @@ static char *stage_of(shared *s, int rank) {
     return (char *)channel_of(s, s->size, 0) + (size_t)rank * STAGE;
 }
 
-/* A new file; the caller's process keeps it open for the others. */
+/* Makes a file; the caller's process keeps it open for the others. */
 static int make_file(where *w) {
     static uint64_t made;
     struct timespec t;
@@ -180,7 +180,7 @@ static int open_mapping(mapping *m, const where *w, int size) {
     if (at == MAP_FAILED) return 0;
     m->at = (shared *)at;
     if (m->at->magic == w->magic && m->at->nonce == w->nonce) return 1;
-    munmap(at, m->bytes); /* another file: the process that made the id has gone */
+    munmap(at, m->bytes); /* another file: the process that made the id is gone */
     m->at = NULL;
     return 0;
 }
@@ -203,7 +203,7 @@ static mapping *attach(const where *w, int size) {
     return m;
 }
 
-/* All have come: nobody has to open the file again. */
+/* All ranks have arrived: the file need not be opened again. */
 static void close_door(mapping *m) {
     take_lock();
     if (m->fd >= 0) close(m->fd);
@@ -245,24 +245,24 @@ typedef struct coll {
     size_t count, esize;
     int type, op, peer; /* peer: or root */
     cudaStream_t stream;
-    uint64_t registered; /* registrations of the comm when it was issued */
+    uint64_t registered; /* number of the comm's registrations when it was issued */
 } coll;
 
-/* Collectives of one group: of one comm, or of all. */
+/* Collectives of one group: for one comm, or for all. */
 typedef struct batch {
     ncclComm_t comm;
     coll *list;
     int count;
-    uint64_t number; /* of this one among those of the device, by the order of issue; from 1 on */
+    uint64_t number; /* number among the device's batches, in the order of issue, from 1 */
 } batch;
 
-/* A call that waits for peers on the host: inline, or in a thread of its own. */
+/* A call that waits for peers on the host: inline, or in a separate thread. */
 typedef struct job {
-    ncclComm_t comm, *child, made; /* child: where the new handle goes, when the call is over */
+    ncclComm_t comm, *child, made; /* child: receives the new handle when the call is over */
     enum kind kind;
     int color, key, blocking, destroys;
     where id;
-    uint64_t offset, size; /* of a window */
+    uint64_t offset, size; /* place of a window */
     stub_thread thread;
     pthread_t id_of_thread;
     int done;
@@ -270,19 +270,19 @@ typedef struct job {
 } job;
 
 struct ncclComm {
-    struct ncclComm *next; /* of all; under `lock` */
+    struct ncclComm *next; /* list of all comms; under `lock` */
     int rank, size, device, blocking, ctas;
-    ncclComm_t parent; /* while a split makes it, whose abort ends it */
+    ncclComm_t parent; /* while a split makes this comm: an abort of the parent ends the split */
     mapping *file;
-    uint32_t turn; /* how often this rank has arrived */
+    uint32_t turn; /* number of arrivals of this rank */
     uint32_t aborted, refs, closed, finalized;
-    stub_point last; /* of its last launch: one comm's operations run in the order of issue */
+    stub_point last; /* its last launch: operations of one comm run in the order of issue */
     stub_clock clock;
     uint64_t registered, registrations;
-    struct registration *kept; /* memory that is registered; under `lock` */
+    struct registration *kept; /* registered memory; under `lock` */
     int async;
-    /* Under the guard, as a watchdog may poll, too. In progress: while it is running a call, has
-       polls to go, or has something pending, which is issued, and launched when they are over. */
+    /* Under the guard, as a watchdog may poll as well. In progress while it runs a call, has polls
+       left, or has pending operations, which are launched after the last poll. */
     pthread_mutex_t guard;
     int polls;
     ncclResult_t result;
@@ -299,7 +299,7 @@ static __thread ncclResult_t group_error;
 
 static void hold(ncclComm_t c) { __atomic_add_fetch(&c->refs, 1u, __ATOMIC_RELAXED); }
 
-/* Those that are left to the process's end are no leak: there is a way to them. */
+/* Comms that are left at the process's end are no leak: they can be reached from here. */
 static ncclComm_t all_comms;
 
 static void drop(ncclComm_t c) {
@@ -335,7 +335,7 @@ static void end_registration(ncclComm_t c, void *handle) {
     free(r);
 }
 
-/* The handle ends, by destroy or abort, whichever comes first; its registrations end with it. */
+/* Ends the handle, by the first destroy or abort, and its registrations. */
 static void close_comm(ncclComm_t c) {
     if (__atomic_exchange_n(&c->closed, 1u, __ATOMIC_ACQ_REL)) return;
     while (c->kept) end_registration(c, c->kept);
@@ -345,7 +345,7 @@ static void close_comm(ncclComm_t c) {
 
 static void pause_until_rung(ncclComm_t c, uint32_t seen) { futex(&c->file->at->bell, 0, seen); }
 
-/* Arrives, and waits for all others; 0: aborted before that. */
+/* Arrives, and waits for all others. Returns 0 if aborted before that. */
 static int meet(ncclComm_t c) {
     shared *s = c->file->at;
     uint32_t turn = ++c->turn;
@@ -378,7 +378,7 @@ static void show(ncclComm_t c, enum kind kind, uint64_t a, uint64_t b, uint64_t 
 
 static const uint64_t *shown(ncclComm_t c, int rank) { return c->file->at->members[rank].record; }
 
-/* Whether all ranks show the same in the first n words. */
+/* Returns 1 if all ranks show the same first n words. */
 static int all_agree(ncclComm_t c, int n) {
     for (int k = 0; k < c->size; k++)
         if (memcmp(shown(c, k), shown(c, c->rank), (size_t)n * sizeof(uint64_t))) return 0;
@@ -414,7 +414,7 @@ static fsdp_dtype dtype_of(int type) {
     return (fsdp_dtype)0;
 }
 
-/* Elements of one turn: what each rank shows has to fit on its stage. */
+/* Returns the elements of one turn: each rank's data must fit on its stage. */
 static size_t turn_of(const coll *op) {
     size_t parts = op->kind == REDUCE_SCATTER || op->kind == ALL_TO_ALL ? (size_t)op->comm->size
                                                                         : 1;
@@ -453,7 +453,7 @@ static void take_data(const coll *op, size_t at, size_t n, size_t turn) {
     fsdpi_reduce(to, dtype, srcs, c->size, dtype, n, scale, 0, redop);
 }
 
-/* Ranks that do not call the same hang in NCCL, or get anything. */
+/* Ranks that call different operations hang in NCCL, or get garbage. */
 static int disagree(const coll *op) {
     size_t parts = op->kind == ALL_GATHER || op->kind == ALL_TO_ALL ? (size_t)op->comm->size : 1;
     if (!stub_get(STUB_GARBAGE)) return hang(op->comm);
@@ -480,7 +480,7 @@ static int run_coll(const coll *op) {
     return 1;
 }
 
-/* Moves what can be moved; *done: bytes of this message so far. */
+/* Moves as much as possible; *done: bytes of this message so far. */
 static int run_piece(const coll *op, size_t *done) {
     ncclComm_t c = op->comm;
     shared *s = c->file->at;
@@ -501,7 +501,7 @@ static int run_piece(const coll *op, size_t *done) {
     return 1;
 }
 
-/* All messages of a group at once; those to, or from, one peer in order. */
+/* Runs all messages of a group at the same time; those to, or from, one peer in order. */
 static int run_messages(const coll *list, int count, size_t *done) {
     ncclComm_t c = list->comm;
     for (;;) {
@@ -522,8 +522,8 @@ static int run_messages(const coll *list, int count, size_t *done) {
     }
 }
 
-/* The room of a device, in SMs: kernels of NCCL hold theirs until peers have come. With an order of
-   launches, none takes room before those that were issued before it. */
+/* The SMs of a device: kernels of NCCL hold theirs until all peers have arrived. With a launch
+   order, no kernel takes SMs before those that were issued earlier. */
 enum { DEVICES = 64 };
 static struct {
     int used;
@@ -542,7 +542,7 @@ static int has_order(void) {
     return text && atoi(text) && stub_get(STUB_NCCL_VERSION) >= 22602;
 }
 
-/* 0: aborted before there was room. */
+/* Returns 0 if aborted before SMs were free. */
 static int take_room(const batch *b) {
     ncclComm_t c = b->comm;
     int order = has_order(), sms = stub_get(STUB_SMS), taken = 0;
@@ -596,7 +596,7 @@ static void run_batch(void *arg) {
 typedef struct launch {
     batch *part;
     cudaStream_t stream;
-    const stub_point *tails; /* of all streams of the group; the last place is free */
+    const stub_point *tails; /* last op of each stream in the group; one more element is free */
     int num_tails;
     stub_thread thread;
     pthread_t id;
@@ -611,7 +611,7 @@ static void *launch_one(void *arg) {
     memcpy(deps, l->tails, (size_t)l->num_tails * sizeof *deps);
     deps[l->num_tails] = c->last;
     stub_thread_set(l->thread);
-    hold(c); /* for the batch, which may end before this does; and for this */
+    hold(c); /* two holds: for the batch, which may end earlier, and for this call */
     hold(c);
     l->point = stub_submit(l->stream, kind_names[l->part->list[0].kind], run_batch, l->part, deps,
                            l->num_tails + 1, &c->clock);
@@ -622,7 +622,7 @@ static void *launch_one(void *arg) {
     return NULL;
 }
 
-/* The collectives of one comm, out of a group. */
+/* Returns the collectives of one comm in a group. */
 static batch *take_part(const batch *from, ncclComm_t c) {
     batch *part = (batch *)calloc(1, sizeof *part);
     coll *list = (coll *)calloc((size_t)from->count, sizeof *list);
@@ -634,8 +634,9 @@ static batch *take_part(const batch *from, ncclComm_t c) {
     return part;
 }
 
-/* One op for each comm, on its first stream, behind all streams of the group; and then all streams
-   go on behind all ops. Several comms may be ranks of one: then none may wait for another here. */
+/* Issues one op for each comm, on its first stream, after all streams of the group; then all
+   streams wait for all ops. Several comms may be ranks of one communicator, so none may wait for
+   another here. */
 static void launch_batch(const batch *b, stub_thread issuer) {
     stub_thread me = stub_thread_get();
     stub_point *tails = (stub_point *)calloc((size_t)b->count, sizeof *tails);
@@ -678,7 +679,7 @@ static void launch_batch(const batch *b, stub_thread issuer) {
 
 /* ---- calls that wait on the host ------------------------------------------------------------- */
 
-/* The first rank sets a word that all have to have in common. */
+/* Returns 1 if `value` equals the word that the first rank has set. */
 static int same(int32_t *word, int32_t value) {
     int32_t seen = LOAD(word);
     if (!seen &&
@@ -700,7 +701,7 @@ static void tell_device(const ncclComm_t c, member *me) {
     me->device = (uint64_t)c->device;
 }
 
-/* As NCCL: two ranks of one GPU, of what seems to be one host, are refused, and others lose them. */
+/* As in NCCL: two ranks on one GPU of one apparent host are refused, and the others lose them. */
 static ncclResult_t check_devices(ncclComm_t c) {
     const member *all = c->file->at->members;
     const char *many = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
@@ -751,7 +752,7 @@ static ncclComm_t new_comm(int rank, int size, int device, int blocking) {
     c->device = device;
     c->blocking = blocking;
     const char *ctas = getenv("NCCL_MAX_CTAS");
-    c->ctas = ctas && atoi(ctas) > 0 && atoi(ctas) < 24 ? atoi(ctas) : 24; /* of a ring */
+    c->ctas = ctas && atoi(ctas) > 0 && atoi(ctas) < 24 ? atoi(ctas) : 24; /* as in a ring */
     c->refs = 1;
     pthread_mutex_init(&c->guard, NULL);
     take_lock();
@@ -762,7 +763,7 @@ static ncclComm_t new_comm(int rank, int size, int device, int blocking) {
     return c;
 }
 
-/* The new rank of the caller among those of its color, and their number. */
+/* Returns the caller's new rank among those of its color, and their number. */
 static int split_rank(ncclComm_t c, int *size, int *leader) {
     int color = (int)(int64_t)shown(c, c->rank)[1], rank = 0;
     int64_t key = (int64_t)shown(c, c->rank)[2], least = INT64_MAX;
@@ -780,7 +781,7 @@ static int split_rank(ncclComm_t c, int *size, int *leader) {
     return rank;
 }
 
-/* Colors and keys are shown, then the file that the first rank of each color has made. */
+/* Exchanges colors and keys, then the file that the first rank of each color has made. */
 static ncclResult_t do_split(job *j) {
     ncclComm_t c = j->comm, child = NULL;
     int size = 0, leader = 0, rank = 0;
@@ -878,7 +879,7 @@ static void give_up(job *init) {
     *init->child = NULL;
 }
 
-/* Blocking, or as the end of a group does with several. */
+/* Runs jobs, blocking: one inline, several in threads, as at the end of a group. */
 static ncclResult_t run_jobs(job **jobs, int count) {
     ncclResult_t result = ncclSuccess;
     if (count == 1) {
@@ -896,7 +897,8 @@ static ncclResult_t run_jobs(job **jobs, int count) {
     return result;
 }
 
-/* In a group it waits for the end of it; on a non-blocking comm it goes on in a thread. */
+/* Starts a job: in a group it waits for the group's end; on a non-blocking comm it runs in a
+   thread. */
 static ncclResult_t give_job(job *j, int blocking) {
     ncclComm_t c = j->comm;
     if (!blocking) {
@@ -929,7 +931,7 @@ static int is_busy(ncclComm_t c) {
         if (entered) return injected(entered);                                                     \
     } while (0)
 
-/* A code of the CUDA runtime shows as NCCL shows it. */
+/* Converts a code of the CUDA runtime to NCCL's. */
 static ncclResult_t injected(int code) {
     ncclResult_t result = code < ncclNumResults ? (ncclResult_t)code : ncclUnhandledCudaError;
     if (depth && !group_error) group_error = result;
@@ -956,7 +958,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     return ncclSuccess;
 }
 
-/* Whether a config blocks; -1: it is none. The environment overrides it. */
+/* Returns 1 if a config is blocking; -1: invalid config. The environment overrides it. */
 static int config_blocks(const ncclConfig_t *config, int fallback) {
     const char *text = getenv("NCCL_COMM_BLOCKING");
     int blocking = config ? config->blocking : NCCL_CONFIG_UNDEF_INT;
@@ -1018,13 +1020,14 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     return give_job(new_job(comm, FINALIZE), comm->blocking);
 }
 
-/* Waits for a call that goes on in a thread, and launches what is pending; not for an abort. */
+/* Waits for a call that runs in a thread, and launches pending operations; not called by an abort.
+   */
 static void settle(ncclComm_t c, int goes_on) {
     if (c->running) {
         pthread_join(c->running->id_of_thread, NULL);
         c->result = c->running->result;
         if (c->running->kind == SPLIT && goes_on) *c->running->child = c->running->made;
-        else if (c->running->made) close_comm(c->running->made); /* nobody will ask for it */
+        else if (c->running->made) close_comm(c->running->made); /* no caller will get it */
         free(c->running);
         c->running = NULL;
     }
@@ -1092,7 +1095,7 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
     return ncclSuccess;
 }
 
-/* Of the device: 1 MiB for each rank. */
+/* Device memory: 1 MiB for each rank. */
 ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t *value) {
     ENTER("ncclCommMemStats");
     if (stub_get(STUB_NCCL_VERSION) < 22907) stub_die("this NCCL has no ncclCommMemStats");
@@ -1138,7 +1141,7 @@ static void drop_group(void) {
     group_error = ncclSuccess;
 }
 
-/* What is issued on a comm that is not blocking is launched when its polls are over. */
+/* Operations on a non-blocking comm are launched after its last poll. */
 static void put_off(const batch *b, ncclComm_t c, int polls) {
     batch *part = take_part(b, c);
     pthread_mutex_lock(&c->guard);
@@ -1198,7 +1201,7 @@ static int overlap(const char *a, size_t na, const char *b, size_t nb) {
     return a < b + nb && b < a + na;
 }
 
-/* In place means one form for each kind; what else overlaps is undefined. */
+/* Each kind has one in-place form; any other overlap is undefined. */
 static void check_place(const coll *op) {
     size_t one = op->count * op->esize, all = one * (size_t)op->comm->size;
     size_t mine = one * (size_t)op->comm->rank;
@@ -1302,7 +1305,7 @@ ncclResult_t ncclAlltoAll(const void *src, void *dst, size_t count, ncclDataType
     return issue(ALL_TO_ALL, src, dst, count, (int)type, 0, 0, comm, stream);
 }
 
-/* What a configuration asks for changes nothing here; but it has to be one, of a library that has. */
+/* Configurations have no effect here, but must be valid, and supported by the library's version. */
 static ncclResult_t check_config(const ncclCollConfig_t *config) {
     if (!config) return ncclSuccess;
     if (config->magic != 0xcafebeefu || config->size < sizeof *config ||
@@ -1372,7 +1375,7 @@ ncclResult_t ncclMemFree(void *ptr) {
     return entered ? injected(entered) : ncclSuccess;
 }
 
-/* The offset in the allocation is the same on all ranks, and so this number. */
+/* The offset in the allocation must be equal on all ranks, and so is this number. */
 static void count_registration(ncclComm_t c, const char *ptr, size_t size) {
     stub_memory m;
     (void)stub_find(ptr, size, &m);
