@@ -602,21 +602,27 @@ FAILS = """static int fsdpi_fails(int x) {
     if (x) return fsdp_fail(w, FSDP_ERR_IO, "[E101] x is %d: "
                             "give 0", x); // "[E103] a comment"
     fsdpi_text_add(error, "[E102] rank %d: no y", (int)boot->rank);
+    if (!m) return fsdpi_invalid_arg(w, "[E103] %s: %s is NULL", call, which);
     return fsdpi_world_fail(w, FSDP_OK, "%s", error);
 }
 """
 LIST = """# Error texts
 
+- Words of
+  two lines.
+
+## NULL arguments
+
 Words.
+
+- E103
 
 ## E1: Arguments
 
-| id | status | text | cause | remedy |
-|---|---|---|---|---|
-| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |
-| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |
+Words.
 
-More words.
+- E101 IO: `x is <x>: give 0` Look where x was set.
+- E102: `rank <rank>: no y`
 """
 
 
@@ -632,61 +638,103 @@ def errors(code, listed, *args):
             return r.returncode, r.stdout, f.read()
 
 
+def fails(text):
+    return FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+
+
 def test_errors():
-    check(errors(FAILS, LIST) == (0, "note: 2 error texts\n", LIST), str(errors(FAILS, LIST)))
-    four = LIST.replace("Give y. |\n", "Give y. |\n| E1000 | OK | `z` | Z. | Give z. |\n")
+    check(errors(FAILS, LIST) == (0, "note: 3 error texts\n", LIST), str(errors(FAILS, LIST)))
+    four = LIST + "- E1000 OK: `z`\n"
     info = 'int i = fsdpi_boot_log(b, FSDP_LOG_INFO, "no warning");\n'
     check(errors(FAILS + info + 'int j = fsdp_fail(w, FSDP_OK, "[E1000] z");\n', four)[0] == 0, four)
-    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith("| E"))
-    z = "| E103 | OK | `z` | Z. | Give z. |\n"
-    fails = lambda text: FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith(("- E101", "- E102")))
+    z = "- E104 OK: `z`\n"
     for code, listed, wanted in [
             (fails('"no z"'), LIST, 'without an id: "no z"'),
-            (fails('x ? "[E103] z" : "y"'), LIST + z, ': "y"'),
+            (fails('x ? "[E104] z" : "y"'), LIST + z, ': "y"'),
+            (fails('"%s", "no z"'), LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_text_add(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (FAILS + 'void f(void) { fsdpi_log(w, FSDP_LOG_ERROR, 1, "no z"); }\n', LIST, 'an id: "no z"'),
             (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
-             "src/core/a.h:22: fsdpi_new: has its text an id?"),
-            (fails('"[E101] z"'), LIST, "src/core/a.h:21: E101 is taken"),
-            (fails('"[E103] z"'), LIST, "src/core/a.h:21: E103 has no row in docs/errors.md"),
-            (fails('"[E1000] z"'), LIST, "src/core/a.h:21: E1000 has no row in docs/errors.md"),
-            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
-            (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
-            (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
-            (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
-            (FAILS, LIST.replace("X is not 0.", ""), "src/core/a.h:16: E101 has no cause"),
-            (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
-            (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
-            (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
+             "src/core/a.h:23: fsdpi_new: has its text an id?"),
+            (fails('"[E101] z"'), LIST, "src/core/a.h:22: E101 is taken"),
+            (fails('"[E104] z"'), LIST, "src/core/a.h:22: E104 is not in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "src/core/a.h:22: E1000 is not in docs/errors.md"),
+            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section for it"),
+            (fails('"[E104] %s: m is NULL: pass it", f'), LIST, "E104 is not in docs/errors.md"),
+            (FAILS, LIST.replace("- E103\n", "- E103, E104\n"), "docs/errors.md: E104 is in no source"),
+            (FAILS, LIST.replace("- E103\n", ""), "E103 is not in docs/errors.md"),
+            (FAILS, LIST + z, "docs/errors.md: E104 is in no source"),
+            (FAILS, LIST + row_102, "docs/errors.md: E102 stands twice"),
+            (FAILS, LIST + z.replace("z`", "z"), "docs/errors.md: not understood: - E104"),
+            (FAILS, LIST + "| E104 | `z` |\n", "docs/errors.md: not understood: | E104"),
+            (fails('"[E104] z"'), LIST + z.replace("OK", "?"), "E104 has no status"),
+            (fails('"[E104] " x'), LIST + z.replace("`z`", "`` *"), "not understood"),
             (FAILS.replace("give 0", "give 1"), LIST, "is not what the sources say"),
             (FAILS.replace("FSDP_ERR_IO", "FSDP_OK"), LIST, "is not what the sources say"),
+            (FAILS, LIST.replace("- Words of\n  two lines.", "Words.\n"), "is not what the sources say"),
             (FAILS, LIST.replace(row_101 + row_102, row_102 + row_101), "is not what the sources")]:
         status, text, after = errors(code, listed)
         check(status == 1 and wanted in text and after == listed, f"{wanted}: {status}: {text}")
 
 
+def test_errors_of_macros():
+    """A macro hides no text: neither the text, nor the call, nor the name of the function."""
+    for code in ['#define FSDPI_TEXT_Z "no z"\n' + "int i = fsdp_fail(w, 1, FSDPI_TEXT_Z);\n",
+                 '#define fsdpi_z "no z"\n' + "int i = fsdp_fail(w, 1, x ? fsdpi_z : fsdpi_z);\n",
+                 '#define Z(x) "no " x\n' + 'int i = fsdp_fail(w, 1, Z("z"));\n',
+                 '#  define Y "no z"\n#define Z Y\n' + "int i = fsdp_fail(w, 1, Z);\n",
+                 '#define Z "no z"\n' + 'int i = fsdp_fail(w, 1, "%s", Z);\n',
+                 'static const char fsdpi_z[] = "no z";\n' + "int i = fsdp_fail(w, 1, fsdpi_z);\n",
+                 "#define Z fsdp_fail\n" + 'int i = Z(w, 1, "no z");\n',
+                 "#define Z(...) fsdp_fail(w, __VA_ARGS__)\n" + 'int i = Z(1, "no z");\n',
+                 "#define Z(...) fsdp_fail(__VA_ARGS__)\n" + 'int i = Z(w, 1, "no z");\n',
+                 "#define Z(w, ...) fsdp_fail(w, FSDP_ERR_IO, __VA_ARGS__)\n" + 'int i = Z(w, "no z");\n',
+                 "#define Z(w, text) \\\n    fsdp_fail(w, FSDP_ERR_IO, \\\n    text)\n" + 'int i = Z(w, "no z");\n',
+                 "#define Y(t) fsdpi_invalid_arg(w, t)\n#define Z(t) Y(t)\n" + 'int i = Z("no z");\n',
+                 '#define Z(w) fsdp_fail(w, FSDP_ERR_IO, "no z")\n',
+                 '#define Z(w) \\\n    fsdp_warn(w, "no z")\n']:
+        status, text, _ = errors(FAILS + code, LIST)
+        check(status == 1 and "a text without an id: \"no " in text, f"{code}: {status}: {text}")
+    wrapper = FAILS + '#define Z(w, ...) fsdp_fail(w, FSDP_ERR_IO, __VA_ARGS__)\nint i = Z(w, "[E104] z is %d", k);\n'
+    status, text, after = errors(wrapper, LIST, "-o", "docs/errors.md")
+    check(status == 0 and after == LIST + "- E104 IO: `z is <k>`\n", text + after)
+
+
 def test_errors_makes():
-    """-o: rows of new ids, without cause and remedy; what is written by hand stays."""
+    """-o: entries of new ids; what is written by hand stays."""
     write = ["-o", "docs/errors.md"]
-    rows = lambda text: [line for line in text.split("\n") if line.startswith("| E")]
-    more = FAILS + ('int i = fsdp_fail(w, 1, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E103] %s", z); }\n'
-                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E104] v | w");\n')
+    more = FAILS + ('int i = fsdp_fail(w, s, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E104] %s", z); }\n'
+                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E105] v | w");\n'
+                    'int k = fsdpi_invalid_arg(w, "[E106] fsdp_x: y or z is NULL: pass both");\n')
     status, text, after = errors(more, LIST, *write)
-    check(status == 1 and "E103 has no cause, remedy in" in text, text)
-    check(rows(after)[2:] == ["| E103 | OK | `<z>` |  |  |", "| E104 | OK | `v \\| w` |  |  |",
-                              "| E1000 |  | `z` |  |  |"], after)
-    check(after.replace("\n".join(rows(after)[2:]) + "\n", "") == LIST, after)
-    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <what it was>` *")
-    for listed in (LIST.replace("ERR_IO | `x is", "ERR | `z"), by_hand):
+    check(status == 1 and "E1000 has no status in" in text, text)
+    check(after == LIST.replace("- E103\n", "- E103, E106\n") +
+          "- E104 OK: `<z>`\n- E105 OK: `v | w`\n- E1000 ?: `z`\n", after)
+    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <its value>` *")
+    for listed in (LIST.replace("IO: `x is", "CORRUPT: `z"), by_hand):
         status, text, after = errors(FAILS, listed, *write)
         check(status == 0 and after == (by_hand if listed is by_hand else LIST), text + after)
     status, text, after = errors(FAILS.replace("[E102] rank", "[E101] rank"), LIST, *write)
-    check(status == 1 and "E102 is in no source: its row has gone" in text, text)
-    check(len(rows(after)) == 1, after)
-    broken = LIST.replace("X is not 0. |", "X is not 0.")
+    check(status == 1 and "E102 is in no source: its entry has gone" in text, text)
+    check("E102" not in after and "E101" in after, after)
+    broken = LIST.replace("give 0`", "give 0")
     status, text, after = errors(FAILS, broken, *write)
-    check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
+    check(status == 1 and "not understood: - E101" in text and after == broken, text)
+
+
+def test_errors_wraps():
+    """Long entries have lines of 120 columns, none of which begins an item, and are read again."""
+    words = " ".join(["- 1, 2) + `*` x"] * 30)
+    code = FAILS.replace("no y", words)
+    status, text, after = errors(code, LIST, "-o", "docs/errors.md")
+    lines = after.split("\n")
+    check(status == 0 and max(map(len, lines)) <= 120 and len(lines) > LIST.count("\n") + 2, text + after)
+    check(not re.search(r"^  ([-+*>#] |\d+[.)] )", after, re.M), after)
+    check(" ".join(after.split()).endswith("- E102: ``rank <rank>: " + words + "``"), after)
+    check(errors(code, after)[0] == 0, after)
 
 
 HOUSE = {  # in the order of the floors
