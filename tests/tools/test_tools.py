@@ -77,9 +77,10 @@ GOOD = {
 
 
 @contextlib.contextmanager
-def tree(**changes):
-    """The good tree with other files, in a directory of its own: names have _ for / and for dots."""
-    files = dict(GOOD)
+def tree(also=(), **changes):
+    """The good tree with other files, in a directory of its own: names have _ for / and for dots.
+    `also` are further files, by name."""
+    files = dict(GOOD, **dict(also))
     for name in GOOD:
         key = name.replace("/", "_").replace(".", "_")
         files[name] = changes.pop(key, files[name])
@@ -92,15 +93,20 @@ def tree(**changes):
         yield root
 
 
-def finds(name, wanted, **changes):
+PASSES = set()  # names of checks that have passed the good tree
+
+
+def finds(name, wanted, *others, **changes):
     """The check passes the good tree, and complains about a changed one in these words."""
-    for changed in [{}, changes]:
+    for changed in [{}] * (name not in PASSES) + [changes]:
         with tree(**changed) as root:
             r = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), name],
                                cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                universal_newlines=True)
         check((r.returncode == 0) == (not changed), f"{name} {list(changed)}: {r.stdout}")
-        check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
+        for words in (wanted, *others) if changed else ():
+            check(words in r.stdout, f"{name}: {r.stdout}instead of: {words}")
+    PASSES.add(name)
 
 
 def amalgamate(root, name="fsdp.h"):
@@ -211,6 +217,18 @@ def test_layers():
           src_core_a_h=also("src/core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
     finds("layers", "src/core/b.h: nothing includes it",
           fsdp_h=GOOD["fsdp.h"].replace('#include "src/core/b.h"', ""))
+    for include in ('"core/b.h"', "<core/b.h>", "<b.h>"):
+        finds("layers", "src/core/a.h -> src/core/b.h -> src/core/a.h: a circle of includes",
+              src_core_a_h=also("src/core/a.h", f"# include {include}"))
+    finds("layers", "src/core/a.h: includes backends/fsdp_base.h, which is above it",
+          src_core_a_h=also("src/core/a.h", "#include <backends/fsdp_base.h>"))
+    finds("layers", "src/core/a.h: #include FILE: only #include with the name of a file",
+          src_core_a_h=also("src/core/a.h", '#define FILE "b.h"\n#include FILE'))
+    finds("layers", "src/core/a.h: #include_next b.h: only #include with the name of a file",
+          src_core_a_h=also("src/core/a.h", "#include_next <b.h>"))
+    finds("layers", "fsdp.h: includes more/b.inc, which no check reads",
+          fsdp_h=GOOD["fsdp.h"].replace("#include", '#include "more/b.inc"\n#include'),
+          also={"more/b.inc": "int x;\n"})
     for name in ("fsdp_more.h", "examples/use.c"):
         finds("layers", f"{name}: includes src/core/a.h: include fsdp.h",
               **{re.sub(r"\W", "_", name): GOOD[name] + '#include "src/core/a.h"\n'})
@@ -244,6 +262,37 @@ def test_functions():
         return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
     finds("functions", "a function of 101 lines, at most 100",
           src_core_a_h=GOOD["src/core/a.h"] + function(100) + function(101))
+    broken = ""
+    for line in ("done:", "next: g();", "int x = 3;", "g();", "if (x) {\n} else {\n}", "struct {\n} y;", "{}",
+                 '"{";', "// }", "#if A\nif (x) {\n#elif B\nif (y) {\n#else\n{\n#endif\n}"):
+        broken += function(60).replace("}\n", line + "\n") + function(60).replace("static int f(void) {\n", "")
+    with tree(src_core_a_h=GOOD["src/core/a.h"] + broken) as root:
+        out = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "functions"], cwd=root,
+                             stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+    check(out.count("src/core/a.h:") == 11 and out.count(" lines, at most 100") == 10, out)  # and the note
+    more = GOOD["src/core/a.h"] + 'static int x[] = {\n' + "1,\n" * 150 + "};\nstruct s {\n" + "int x;\n" * 150 + "};\n"
+    with tree(src_core_a_h=more) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py functions", cwd=root)  # neither is a function
+
+
+def test_other_names():
+    """A part that is no *.h is a part."""
+    more = {"src/core/more.inc": "static int f(void) {\n" + "    g();\n" * 6000 + "}\n" + "x" * 101 + "\n"}
+    use = GOOD["src/core/b.h"].replace('#include "a.h" // a\n', '#include "a.h"\n#include "more.inc"\n')
+    finds("functions", "src/core/more.inc:1: a function of 6002 lines", src_core_b_h=use, also=more)
+    finds("columns", "src/core/more.inc:6003: 101 columns", src_core_b_h=use, also=more)
+    finds("licence", "src/core/more.inc: no line SPDX", src_core_b_h=use, also=more)
+    finds("licence", "tests/core/more.inc: no line SPDX", also={"tests/core/more.inc": "int x;\n"})
+    finds("layers", "src/core/more.inc: does not begin with #ifndef FSDP_H", src_core_b_h=use, also=more)
+    finds("toc", "the files of src/core/ differ in src/core/more.inc", src_core_b_h=use, also=more)
+    finds("extensions", "fsdp_more.h: fsdpi_z is not its own, src/core/more.inc has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_z();\n", also={"src/core/more.inc": "int fsdpi_z();\n"})
+    env = dict(os.environ, WARN="-Wall", CWARN="-Wall", FSDP_BUILD="build")
+    for also, wanted in ({}, "note: "), (more, "src/core/more.inc has 6003 lines: at most 700"):
+        with tree(also=also) as root:
+            out = subprocess.run([os.path.join(TOOLS, "check.sh"), "--one", "budget"], cwd=root, env=env,
+                                 stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+        check(wanted in out and ("OK" in out) == (not also), out)
 
 
 def test_docs():
@@ -254,12 +303,29 @@ def test_docs():
           + "FSDP_API int fsdp_new(void);\n")
     finds("docs", "fsdp_new: no field Result\n", fsdp_more_h=declares("", status + "int x)"))
     finds("docs", "fsdp_new: no field Allocates\n", fsdp_more_h=declares(
-        "\n   Result  OK", status + "fsdp_mesh **out)"))
+        "\n   Result  FSDP_OK", status + "fsdp_mesh **out)"))
+    some = lambda name, comment: (f"/* {name} - it{comment} */\n" +
+                                  status.replace("fsdp_new", name) + "fsdp_mesh **out);\n\n")
+    empty = (". Result. Allocates.", "\n   Result, Allocates.", "\n   Result  Allocates  yes",
+             "\n   Result\n   Allocates", ". The Result FSDP_OK Allocates nothing")
+    finds("docs", *(f"fsdp_{i}: no field Result" for i in range(len(empty))), fsdp_more_h=GOOD["fsdp_more.h"] +
+          "\n".join(some(f"fsdp_{i}", comment) for i, comment in enumerate(empty)))
+    with tree(fsdp_more_h=GOOD["fsdp_more.h"] + some("fsdp_1", "\n   Result, Allocates  as fsdp_all") +
+              some("fsdp_2", "\n   Result      FSDP_OK; IO      Allocates yes")) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py docs", cwd=root)
 
 
 def test_names():
     finds("names", "docs/architecture.md:1: no such name: fsdpi_c",
           docs_architecture_md="| a | `fsdpi_c` |\n")
+    gone = ("src/core/gone.h", "`gone.h`", "[gone](gone.md)", "src/gone/", "(../tools/gone.py)", "a.c",
+            "src/core/gone/a.h")
+    finds("names", *(f"docs/architecture.md:{9 + i}: no such file: " +
+                     re.search(r"[\w./]+[\w/]", name.split("](")[-1]).group() for i, name in enumerate(gone)),
+          docs_architecture_md=GOOD["docs/architecture.md"] + "".join(f"see {name}.\n" for name in gone))
+    there = "see `a.h`, src/core/a.h, src/core/, [tests](tests.md), [b](../src/core/b.h), https://a.b/c.h, *.md.\n"
+    with tree(docs_architecture_md=GOOD["docs/architecture.md"] + there) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py names", cwd=root)
     finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
           docs_architecture_md="\n```\nfsdp_invented\n```\n")
     finds("names", "docs/architecture.md:3: no such step, pool, stream or mark: GATHER",
@@ -300,7 +366,7 @@ def run_tests(root, options="", **results):
         lines = []
         for test in tests:
             name = program[5:] + "." + test
-            result = results.get(test.split("/")[0], "      OK")
+            result = results.get(test, results.get(test.split("/")[0], "      OK"))
             if result:
                 lines.append(f"echo '[ RUN      ] {name}'; echo '[ {result} ] {name} (1 ms)'")
         path = os.path.join(root, program)
@@ -330,7 +396,9 @@ def test_tests_that_ran():
             check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
             check(f"docs/parity.md:5: fully_shard_a.done {words}" in out, out)
         status, out = run_tests(root, ran, of_a_table=" SKIPPED")
-        check(status and "docs/tests.md:4: all.of_a_table was skipped" in out, out)
+        check(status and "docs/tests.md:4: all.of_a_table/one was skipped" in out, out)
+        status, out = run_tests(root, ran, **{"of_a_table/two": " SKIPPED"})
+        check(status and "docs/tests.md:4: all.of_a_table/two was skipped" in out, out)
         check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
         status, out = run_tests(root, done=" SKIPPED")
         check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
@@ -773,6 +841,9 @@ def test_floors():
         check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
     for changed, wanted in [({"src/core/a.h": '#include "c.h"\n'}, ("src/core/a.h", "src/core/c.h")),
                             ({"src/core/a.h": '#include "../../fsdp_more.h"\n'}, ("src/core/a.h", "fsdp_more.h")),
+                            ({"src/core/a.h": "#include <core/c.h>\n"}, ("src/core/a.h", "src/core/c.h")),
+                            ({"src/core/a.h": '#include "core/c.inc"\n', "src/core/c.inc": '#include "c.h"\n'},
+                             ("src/core/a.h", "src/core/c.inc", "src/core/c.h")),
                             ({"src/plan/x.h": '#include "y.h"\n'}, ("src/plan/x.h", "src/plan/y.h"))]:
         status, text, _ = floors(**changed)
         check(status == 1 and "floors: a circle: " in text, text)
