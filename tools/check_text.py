@@ -20,7 +20,8 @@
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test of a test_fully_shard_*.c,
              and each rule of test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN,
-             which run_tests.sh sets: what is named passed in that run, with all its rows
+             which run_tests.sh sets: what is named passed in that run, with all its rows. The
+             numbers of recorded cases in documents are those that the tests expect
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist, and the files
@@ -594,6 +595,32 @@ def named_in_commands():
                     yield f"{path}:{i + 1}", name
 
 
+def check_counts():
+    """The numbers of recorded cases in documents are those that their tests expect, and that the
+    files have."""
+    expected = {}
+    for path in glob.glob("tests/core/test_golden_*.c"):
+        for line in re.findall(r"^} files\[\] = (.*);|play_file\((.*), row\)", read(path), re.M):
+            for name, cases in re.findall(r'"(\w+)(?:\.txt)?", (\d+)', "".join(line)):
+                expected[name if "_" in name else f"train_{name}"] = int(cases)
+    for name, cases in sorted(expected.items()):
+        there = len(re.findall(r"^case ", read(f"tests/golden/{name}.txt"), re.M))
+        if there != cases:
+            yield f"tests/golden/{name}.txt: {there} cases, its test expects {cases}"
+    sums = {kind: sum(n for name, n in expected.items() if name.startswith(kind))
+            for kind in ("train", "events")}
+    for path in ["README.md"] + sorted(glob.glob("docs/*.md")):
+        text = read(path)
+        told = [(m[1], sums["train"]) for m in re.finditer(
+            r"\b(\d+)\s(?:recorded\s)?(?:trainings|training\sruns)\b", text)]
+        told += [(m[1], sums["events"]) for m in re.finditer(r"\b(\d+)\srecorded\scases", text)]
+        told += [(m[2], expected.get(m[1])) for m in re.finditer(
+            r"`(?:[\w/]*/)?(\w+)\.txt` \((\d+) cases\)", text)]
+        for number, wanted in told:
+            if int(number) != wanted:
+                yield f"{path}: {number} cases or trainings, their test expects {wanted}"
+
+
 def matching(pattern, names):
     """As the harness: a glob if it has a star, else any name that has this text."""
     glob_ = pattern if "*" in pattern else f"*{pattern}*"
@@ -644,6 +671,7 @@ def check_tests():
     for place, pattern in named_in_commands():
         if not matching(pattern, known):
             yield f"{place}: no such test: {pattern}"
+    yield from check_counts()
     if not os.environ.get("FSDP_RAN"):
         print(f"note: {len(set(named))} names of tests")
         return

@@ -356,6 +356,30 @@ def test_tests():
           + "TEST(fully_shard_a, new) {}\n")
 
 
+def test_counts():
+    """Numbers of recorded cases: in the file, in its test and in documents."""
+    here = {"tests/core/test_golden_train.c": "/* SPDX-License-Identifier: MIT */\n"
+            '} files[] = {{"a", 2}, {"b", 1}};\n',
+            "tests/core/test_golden_plays.c": 'TEST(c, d) { play_file("events_c.txt", 1, row); }\n',
+            "tests/golden/train_a.txt": "\ncase x\ncase y\n", "tests/golden/train_b.txt": "case x\n",
+            "tests/golden/events_c.txt": "case x\n"}
+    readme = GOOD["README.md"] + "\nIt runs 3 recorded\ntrainings, 1 recorded cases, `a/events_c.txt` (1 cases).\n"
+
+    def counted(**changes):
+        with tree(also=dict(here, **{k: v for k, v in changes.items() if "/" in k}),
+                  README_md=changes.get("README", readme)) as root:
+            return subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "tests"], cwd=root,
+                                  stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+    check(counted().startswith("note: "), counted())
+    for changes, wanted in [
+            ({"tests/golden/train_a.txt": "case x\n"}, "train_a.txt: 1 cases, its test expects 2"),
+            ({"tests/golden/events_c.txt": ""}, "events_c.txt: 0 cases, its test expects 1"),
+            ({"README": readme.replace("3 ", "43 ")}, "README.md: 43 cases or trainings, their test expects 3"),
+            ({"README": readme.replace("1 recorded", "131 recorded")}, "README.md: 131 cases"),
+            ({"README": readme.replace("(1 cases", "(2 cases")}, "README.md: 2 cases")]:
+        check(wanted in counted(**changes), f"{wanted}: {counted(**changes)}")
+
+
 PROGRAMS = {"test_all": ["works", "of_a_table/one", "of_a_table/two"],
             "test_fully_shard_a": ["done"]}
 
