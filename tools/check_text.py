@@ -21,10 +21,11 @@
              tests/; each row of docs/tests.md names one; each test that is ported from PyTorch has
              a comment "PyTorch: FILE.py test_NAME. STATE: text."; docs/parity.md lists none of
              these as missing, and each rule of test_golden_events.c. With FSDP_RAN, which
-             run_tests.sh sets: what is named or ported passed in that run
+             run_tests.sh sets: what is named or ported passed in that run, with all its rows. The
+             numbers of recorded cases in documents are those that the tests expect
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
-  names      the library's names in docs/architecture.md exist
+  names      the library's names in docs/architecture.md exist, and the files
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -38,11 +39,17 @@ import subprocess
 import sys
 import tempfile
 
+def files_below(folder):
+    """The files below a folder, also those whose names do not end as those of sources."""
+    return sorted(os.path.join(where, name) for where, _, names in os.walk(folder)
+                  for name in names if not name.endswith(".md"))
+
+
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
-PARTS = sorted(glob.glob("src/core/*.h"))
-PLAN = sorted(set(glob.glob("src/*/*.h")) - set(PARTS))  # parts of extensions
+PARTS = files_below("src/core")
+PLAN = sorted(set(files_below("src")) - set(PARTS))  # parts of extensions
 DECLARES = HEADERS + glob.glob("src/core/extension.h")
-BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
+BACKENDS = files_below("backends")
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 TOC = "docs/architecture.md"
 MAX_FUNCTION = 100
@@ -80,11 +87,21 @@ def code_of(path):
     return re.sub(pattern, keep, read(path), flags=re.S)
 
 
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*(include|import|include_next)\b[ \t]*(["<]?)([^">\n]*)', re.M)
+OF_THE_SYSTEM = ("error.h", "float.h", "memory.h", "spawn.h")  # parts have these names, too
+
+
 def includes(path):
-    """The files of the project that a file includes, by their paths from the root."""
-    names = re.findall(r'^[ \t]*#\s*include "([^"]+)"', code_of(path), re.M)
-    near = [os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names]
-    return [here if os.path.exists(here) else name for here, name in zip(near, names)]
+    """The files of the project that a file includes, by their paths from the root, also those that
+    only an option -I of a compiler would find."""
+    folders = [os.path.dirname(path), "", "src", *sorted(glob.glob("src/*")), "backends"]
+    found = []
+    for _, sign, name in INCLUDE.findall(code_of(path)):
+        places = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
+        places = [place for place in places if os.path.isfile(place)]
+        if sign and not (sign == "<" and name in OF_THE_SYSTEM):
+            found += places[:1] or [name] * (sign == '"')
+    return found
 
 
 def check_toc():
@@ -121,6 +138,11 @@ def comment_above(lines, i):
     return ""
 
 
+# A field of a comment: its name first in a line or after two spaces, maybe with those of others.
+FIELD = r"(?:^[ /*]*|  )(?:\w+, )*%s(?:, \w+)*[ \n]+"
+SAYS = {"Result": r"[^\n]*(?:\bFSDP_OK|\b(?:as|see|status)\b)", "Allocates": r"(?!Result\b)\w"}
+
+
 def check_docs():
     for path in DECLARES:
         lines = lines_of(path)
@@ -138,26 +160,49 @@ def check_docs():
             fields = ["Result"] if "fsdp_status " in text.split(name)[0] else []
             if "FSDP_MUST_CHECK" in text and "**" in text:  # it makes an object
                 fields.append("Allocates")
-            missing = [f for f in fields if not re.search(r"\b%s\b" % f, comment)]
+            missing = [f for f in fields if not re.search(FIELD % f + SAYS[f], comment, re.M)]
             if missing:
                 yield f"{path}: {name}: no field {', '.join(missing)}"
+
+
+def functions_of(path):
+    """Yields (first line, number of lines) of each function, found by its braces."""
+    blank = lambda m: re.sub(r"[^\n]", " ", m.group())
+    pattern = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|/\*.*?\*/|//[^\n]*'
+    code = re.sub(pattern + r"|^[ \t]*#(?!\s*(?:if|el|endif))(?:[^\n]*\\\n)*[^\n]*", blank,
+                  read(path).replace('extern "C"', "extern    "), flags=re.S | re.M)
+    depth, branches, start, text = 0, [], None, ""  # text: of the declaration so far
+    for i, line in enumerate(code.split("\n")):
+        m = re.match(r"\s*#\s*(if|el|endif)", line)
+        if m and m.group(1) == "if":
+            branches.append(depth)
+        elif m and branches:  # each branch begins at the depth of the first one
+            depth = branches.pop() if m.group(1) == "el" else (branches.pop(), depth)[1]
+            branches += [depth] if m.group(1) == "el" else []
+        for c in "" if m else line:
+            if depth == 0 and start is None and not c.isspace():
+                start, text = i, ""
+            if c == "{" and depth == 0 and re.fullmatch(r"\s*(extern|namespace\b.*?)\s*", text):
+                start = None
+                continue
+            depth = max(0, depth + (c == "{") - (c == "}"))
+            if depth == 0 and c == "}":
+                if re.search(r"\)[^()=]*$", text) and "=" not in text:
+                    yield start + 1, i - start + 1
+                start = None
+            elif depth == 0:
+                text += c
+                start = None if c == ";" else start
 
 
 def check_functions():
     longest = (0, "")
     for path in HEADERS + PARTS + PLAN + BACKENDS:
-        start = None
-        for i, line in enumerate(lines_of(path)):
-            if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
-                if not (start is not None and line.endswith("{")):
-                    start = None if line.endswith(("}", ";")) else i
-            if line.startswith("}"):
-                if line == "}" and start is not None:
-                    name = f"{path}:{start + 1}"
-                    longest = max(longest, (i - start + 1, name))
-                    if i - start + 1 > MAX_FUNCTION:
-                        yield f"{name}: a function of {i - start + 1} lines, at most {MAX_FUNCTION}"
-                start = None
+        for start, lines in functions_of(path):
+            name = f"{path}:{start}"
+            longest = max(longest, (lines, name))
+            if lines > MAX_FUNCTION:
+                yield f"{name}: a function of {lines} lines, at most {MAX_FUNCTION}"
     print(f"note: the longest function has {longest[0]} lines ({longest[1]})")
 
 
@@ -171,7 +216,7 @@ def scripts():
 
 
 def check_columns():
-    sources = HEADERS + PARTS + PLAN + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
+    sources = HEADERS + PARTS + PLAN + BACKENDS + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     sources += list(scripts()) + glob.glob("tests/tools/*.py")
@@ -280,7 +325,7 @@ def check_licence():
     for folder in FOLDERS:
         for where, _, names in os.walk(folder):
             sources += [os.path.join(where, n) for n in names
-                        if re.search(r"\.(h|c|cc|cu|py|sh|cmake)$", n)]
+                        if re.search(r"\.(h|hpp|c|cc|cpp|cuh?|inc|inl|py|sh|cmake)$", n)]
     for path in sorted(s for s in sources if os.path.exists(s)):
         text = read(path)
         if "SPDX-License-Identifier: MIT" not in text:
@@ -303,7 +348,7 @@ def room_of(path):
 
 
 def check_layers():
-    parts = PARTS + PLAN + [p for p in BACKENDS if re.search(r"(?<!_shim)\.h$", p)]
+    parts = PARTS + PLAN + [p for p in BACKENDS if not re.search(r"_shim\.h$|\.c[cu]$", p)]
     below = {"core": ["core"], "backends": ["backends", "core"], "plan": ["plan", "core"],
              "checkpoint": ["checkpoint", "safetensors"]}
     uses = {path: set(includes(path)) - {front_of(path)} for path in parts}
@@ -319,7 +364,15 @@ def check_layers():
         for used in sorted(uses[path]):
             if room_of(used) not in allowed:
                 yield f"{path}: includes {used}, which is above it"
-    included = {used for path in HEADERS + parts + BACKENDS for used in includes(path)}
+    known = set(HEADERS + parts + BACKENDS)
+    for path in sorted(known):
+        for used in includes(path):
+            if os.path.exists(used) and used not in known:
+                yield f"{path}: includes {used}, which no check reads"
+        for kind, sign, name in INCLUDE.findall(code_of(path)):
+            if kind != "include" or not sign:
+                yield f"{path}: #{kind} {name}: only #include with the name of a file"
+    included = {used for path in known for used in includes(path)}
     included.add("backends/fsdp_cuda_gemm.h")  # a program that has cuBLAS does
     for path in sorted(set(parts) - included):
         yield f"{path}: nothing includes it"
@@ -424,6 +477,19 @@ def check_pragmas():
             yield f"{path}: '{kind}' is pushed and not popped"
 
 
+def check_files_named(path):
+    """The files and folders that a document names exist: from the root, from the document, or, as
+    names without a folder, somewhere below src/ or backends/."""
+    bare = {os.path.basename(p) for p in PARTS + PLAN + BACKENDS}
+    name = (r"(?<![\w/.*-])(?:\.\./)?[\w.-]+(?:/[\w.-]+)*"
+            r"(?:/|\.(?:h|c|cc|cu|md|py|sh|svg|csv))(?![\w/*])")
+    for number, line in enumerate(lines_of(path), 1):
+        for found in re.findall(name, re.sub(r"https?://\S+", "", line)):
+            there = [found, os.path.join(os.path.dirname(path), found)]
+            if not any(map(os.path.exists, there)) and found not in bare:
+                yield f"{path}:{number}: no such file: {found}"
+
+
 def check_names():
     """Names of the library in docs/architecture.md exist; so do the words in capital letters of the
     picture, which are steps, pools, streams and marks."""
@@ -433,6 +499,7 @@ def check_names():
     for path in PARTS + ["fsdp.h"]:
         words |= set(re.findall(r"\b(?:X\(|FSDP_STREAM_|FSDPI_USE_)(\w+)", read(path)))
     for path in ["docs/architecture.md"]:
+        yield from check_files_named(path)
         picture = False
         for number, line in enumerate(lines_of(path), 1):
             if line.startswith("```"):
@@ -572,6 +639,32 @@ def named_in_commands():
                     yield f"{path}:{i + 1}", name
 
 
+def check_counts():
+    """The numbers of recorded cases in documents are those that their tests expect, and that the
+    files have."""
+    expected = {}
+    for path in glob.glob("tests/core/test_golden_*.c"):
+        for line in re.findall(r"^} files\[\] = (.*);|play_file\((.*), row\)", read(path), re.M):
+            for name, cases in re.findall(r'"(\w+)(?:\.txt)?", (\d+)', "".join(line)):
+                expected[name if "_" in name else f"train_{name}"] = int(cases)
+    for name, cases in sorted(expected.items()):
+        there = len(re.findall(r"^case ", read(f"tests/golden/{name}.txt"), re.M))
+        if there != cases:
+            yield f"tests/golden/{name}.txt: {there} cases, its test expects {cases}"
+    sums = {kind: sum(n for name, n in expected.items() if name.startswith(kind))
+            for kind in ("train", "events")}
+    for path in ["README.md"] + sorted(glob.glob("docs/*.md")):
+        text = read(path)
+        told = [(m[1], sums["train"]) for m in re.finditer(
+            r"\b(\d+)\s(?:recorded\s)?(?:trainings|training\sruns)\b", text)]
+        told += [(m[1], sums["events"]) for m in re.finditer(r"\b(\d+)\srecorded\scases", text)]
+        told += [(m[2], expected.get(m[1])) for m in re.finditer(
+            r"`(?:[\w/]*/)?(\w+)\.txt` \((\d+) cases\)", text)]
+        for number, wanted in told:
+            if int(number) != wanted:
+                yield f"{path}: {number} cases or trainings, their test expects {wanted}"
+
+
 def matching(pattern, names):
     """As the harness: a glob if it has a star, else any name that has this text."""
     glob_ = pattern if "*" in pattern else f"*{pattern}*"
@@ -579,11 +672,12 @@ def matching(pattern, names):
 
 
 def read_run(path):
-    """{program: {test: result}} of a file that run_tests.sh wrote."""
+    """{program: {test: {row: results}}} of a file that run_tests.sh wrote; most have one row."""
     ran = {}
     for line in read(path).splitlines():
         program, test, result = line.split("\t")
-        ran.setdefault(program, {}).setdefault(test.split("/")[0], set()).add(result)
+        rows = ran.setdefault(program, {}).setdefault(test.split("/")[0], {})
+        rows.setdefault(test, set()).add(result)
     return ran
 
 
@@ -617,6 +711,7 @@ def check_tests():
     for place, pattern in named_in_commands():
         if not matching(pattern, known):
             yield f"{place}: no such test: {pattern}"
+    yield from check_counts()
     if not os.environ.get("FSDP_RAN"):
         print(f"note: {len(set(named))} names of tests")
         return
@@ -627,12 +722,14 @@ def check_tests():
             continue
         if re.match("test_(gloo|cluster)", program) and "gloo" in ran:  # no Gloo here, as it says
             continue
-        results = set()
-        for t in fnmatch.filter(ran.get(program, {}), test):
-            results |= ran[program][t]
-        if "OK" not in results:
-            how = "was skipped" if "SKIPPED" in results else "failed" if results else "did not run"
-            yield f"{place}: {name} {how}"
+        tests = ran.get(program, {})
+        rows = tests.get(test, {})
+        if test == "*":  # a program ran if one of its tests did
+            rows = {name: set().union(*(r for t in tests.values() for r in t.values()))}
+        for row, results in (rows or {name: set()}).items():
+            if "OK" not in results:
+                how = "failed" if results else "did not run"
+                yield f"{place}: {row} {'was skipped' if 'SKIPPED' in results else how}"
     print(f"note: {len(set(named))} names of tests, all of which ran")
 
 

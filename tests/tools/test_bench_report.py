@@ -283,6 +283,94 @@ def test_check_of_all_pictures():
                   f"{says}: {found}")
 
 
+def test_numbers_of_documents():
+    """Each number in a table that has a CSV is one of it, rounded, unless the text says it has none."""
+    page = """# Numbers
+
+## In short
+
+| subject | measured | machine |
+|---|---|---|
+| [a](#a-and-b) | 1.2 to 2 ms, 7 of 9 runs | quiet |
+| the same | W = 7, 163 | quiet |
+| [none](#none) | 99 | quiet |
+
+## A and B
+
+![A](bench_a.svg)
+
+| goal | measured | other (no CSV) |
+|---|---|---|
+| at most 77 | 1.23, `99`, 64 KiB [0.7, 9] | 99 |
+| more (no CSV; `x`) | 99 | 1 |
+
+### Sub
+
+| goal | 163 | 428 |
+|---|---|---|
+| at most 77 | 1,234 | 428 ms |
+
+Two paragraphs, this one
+with no value (no CSV):
+
+| goal | ms |
+|---|---|
+| x | 99 |
+
+Another.
+
+| goal | ms |
+|---|---|
+| x | 1.23 |
+
+## C
+![C](bench_c.svg) ![B](bench_b.svg)
+![D](other.svg)
+
+## None
+
+| goal | ms |
+|---|---|
+| x | 99 |
+"""
+    readme = """## What you gain
+
+![Memory](docs/other.svg)
+
+It takes 3.3 MB of 5 MB.
+
+| | a | command |
+|---|---|---|
+| step | 163 ms | `python3 bench/it.py --x` |
+| step | 428 ms | the same |
+"""
+    breaks = [(page, readme, "")]
+    for old, new, wrong in (
+            ("1.2 to 2", "1.3 to 2", "1.3"), ("1.2 to 2", "1.2 to 99", "99"), ("163 |", "164 |", "164"),
+            ("1.23, `99`", "1.24, `99`", "1.24"), ("1.23, `99`", "1.23, 99", "99"), ("1,234", "1,235", "1,235"),
+            ("| 428 ms", "| 828 ms", "828"), ("| x | 1.23", "| x | 1.25", "1.25")):
+        breaks.append((page.replace(old, new, 1), readme, wrong))
+    for old, new in (("163 ms", "168 ms"), ("428 ms", "828 ms"), ("3.3 MB", "3.4 MB"), ("5 MB", "6 MB")):
+        breaks.append((page, readme.replace(old, new), new.split()[0]))
+    csvs = {"a": HEAD.replace("build/bench/it", "python3 bench/it.py") + NAMES.replace("goal", "goal,times") +
+            "p,r,s,1.234,,,2,163 beside 428 ms\np,q,s,1234,,,,\n",
+            "d": HEAD + "# picture: other.svg\n# form: stack\n# reference: x\n" + NAMES +
+            "p,r,s,2e6,,,\np,r,t,3e6,,,\np,q,s,3300000,,,\n"}
+    with tempfile.TemporaryDirectory() as folder:
+        tree(folder)
+        for name, text in csvs.items():
+            with open(f"{folder}/bench/results/{name}.csv", "w", encoding="utf-8") as f:
+                f.write(text)
+        in_tree(folder, "--write")
+        for text, other, wrong in breaks:
+            for name, content in (("docs/performance.md", text), ("README.md", other)):
+                with open(f"{folder}/{name}", "w", encoding="utf-8") as f:
+                    f.write(content)
+            status, out = in_tree(folder)
+            check(status == bool(wrong) and out.count("\n") == bool(wrong), f"{wrong}: {out}")
+            check(not wrong or f" {wrong} " in out and "is not in the csv of" in out, f"{wrong}: {out}")
+
+
 def test_pictures_of_the_document():
     r = subprocess.run([sys.executable, TOOL], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                        universal_newlines=True)

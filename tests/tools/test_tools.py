@@ -78,9 +78,10 @@ GOOD = {
 
 
 @contextlib.contextmanager
-def tree(**changes):
-    """The good tree with other files, in a directory of its own: names have _ for / and for dots."""
-    files = dict(GOOD)
+def tree(also=(), **changes):
+    """The good tree with other files, in a directory of its own: names have _ for / and for dots.
+    `also` are further files, by name."""
+    files = dict(GOOD, **dict(also))
     for name in GOOD:
         key = name.replace("/", "_").replace(".", "_")
         files[name] = changes.pop(key, files[name])
@@ -93,15 +94,20 @@ def tree(**changes):
         yield root
 
 
-def finds(name, wanted, **changes):
+PASSES = set()  # names of checks that have passed the good tree
+
+
+def finds(name, wanted, *others, **changes):
     """The check passes the good tree, and complains about a changed one in these words."""
-    for changed in [{}, changes]:
+    for changed in [{}] * (name not in PASSES) + [changes]:
         with tree(**changed) as root:
             r = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), name],
                                cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                universal_newlines=True)
         check((r.returncode == 0) == (not changed), f"{name} {list(changed)}: {r.stdout}")
-        check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
+        for words in (wanted, *others) if changed else ():
+            check(words in r.stdout, f"{name}: {r.stdout}instead of: {words}")
+    PASSES.add(name)
 
 
 def amalgamate(root, name="fsdp.h"):
@@ -212,6 +218,18 @@ def test_layers():
           src_core_a_h=also("src/core/a.h", "#ifdef FSDP_IMPLEMENTATION\n#endif"))
     finds("layers", "src/core/b.h: nothing includes it",
           fsdp_h=GOOD["fsdp.h"].replace('#include "src/core/b.h"', ""))
+    for include in ('"core/b.h"', "<core/b.h>", "<b.h>"):
+        finds("layers", "src/core/a.h -> src/core/b.h -> src/core/a.h: a circle of includes",
+              src_core_a_h=also("src/core/a.h", f"# include {include}"))
+    finds("layers", "src/core/a.h: includes backends/fsdp_base.h, which is above it",
+          src_core_a_h=also("src/core/a.h", "#include <backends/fsdp_base.h>"))
+    finds("layers", "src/core/a.h: #include FILE: only #include with the name of a file",
+          src_core_a_h=also("src/core/a.h", '#define FILE "b.h"\n#include FILE'))
+    finds("layers", "src/core/a.h: #include_next b.h: only #include with the name of a file",
+          src_core_a_h=also("src/core/a.h", "#include_next <b.h>"))
+    finds("layers", "fsdp.h: includes more/b.inc, which no check reads",
+          fsdp_h=GOOD["fsdp.h"].replace("#include", '#include "more/b.inc"\n#include'),
+          also={"more/b.inc": "int x;\n"})
     for name in ("fsdp_more.h", "examples/use.c"):
         finds("layers", f"{name}: includes src/core/a.h: include fsdp.h",
               **{re.sub(r"\W", "_", name): GOOD[name] + '#include "src/core/a.h"\n'})
@@ -245,6 +263,37 @@ def test_functions():
         return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
     finds("functions", "a function of 101 lines, at most 100",
           src_core_a_h=GOOD["src/core/a.h"] + function(100) + function(101))
+    broken = ""
+    for line in ("done:", "next: g();", "int x = 3;", "g();", "if (x) {\n} else {\n}", "struct {\n} y;", "{}",
+                 '"{";', "// }", "#if A\nif (x) {\n#elif B\nif (y) {\n#else\n{\n#endif\n}"):
+        broken += function(60).replace("}\n", line + "\n") + function(60).replace("static int f(void) {\n", "")
+    with tree(src_core_a_h=GOOD["src/core/a.h"] + broken) as root:
+        out = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "functions"], cwd=root,
+                             stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+    check(out.count("src/core/a.h:") == 11 and out.count(" lines, at most 100") == 10, out)  # and the note
+    more = GOOD["src/core/a.h"] + 'static int x[] = {\n' + "1,\n" * 150 + "};\nstruct s {\n" + "int x;\n" * 150 + "};\n"
+    with tree(src_core_a_h=more) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py functions", cwd=root)  # neither is a function
+
+
+def test_other_names():
+    """A part that is no *.h is a part."""
+    more = {"src/core/more.inc": "static int f(void) {\n" + "    g();\n" * 6000 + "}\n" + "x" * 101 + "\n"}
+    use = GOOD["src/core/b.h"].replace('#include "a.h" // a\n', '#include "a.h"\n#include "more.inc"\n')
+    finds("functions", "src/core/more.inc:1: a function of 6002 lines", src_core_b_h=use, also=more)
+    finds("columns", "src/core/more.inc:6003: 101 columns", src_core_b_h=use, also=more)
+    finds("licence", "src/core/more.inc: no line SPDX", src_core_b_h=use, also=more)
+    finds("licence", "tests/core/more.inc: no line SPDX", also={"tests/core/more.inc": "int x;\n"})
+    finds("layers", "src/core/more.inc: does not begin with #ifndef FSDP_H", src_core_b_h=use, also=more)
+    finds("toc", "the files of src/core/ differ in src/core/more.inc", src_core_b_h=use, also=more)
+    finds("extensions", "fsdp_more.h: fsdpi_z is not its own, src/core/more.inc has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_z();\n", also={"src/core/more.inc": "int fsdpi_z();\n"})
+    env = dict(os.environ, WARN="-Wall", CWARN="-Wall", FSDP_BUILD="build")
+    for also, wanted in ({}, "note: "), (more, "src/core/more.inc has 6003 lines: at most 700"):
+        with tree(also=also) as root:
+            out = subprocess.run([os.path.join(TOOLS, "check.sh"), "--one", "budget"], cwd=root, env=env,
+                                 stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+        check(wanted in out and ("OK" in out) == (not also), out)
 
 
 def test_docs():
@@ -255,12 +304,29 @@ def test_docs():
           + "FSDP_API int fsdp_new(void);\n")
     finds("docs", "fsdp_new: no field Result\n", fsdp_more_h=declares("", status + "int x)"))
     finds("docs", "fsdp_new: no field Allocates\n", fsdp_more_h=declares(
-        "\n   Result  OK", status + "fsdp_mesh **out)"))
+        "\n   Result  FSDP_OK", status + "fsdp_mesh **out)"))
+    some = lambda name, comment: (f"/* {name} - it{comment} */\n" +
+                                  status.replace("fsdp_new", name) + "fsdp_mesh **out);\n\n")
+    empty = (". Result. Allocates.", "\n   Result, Allocates.", "\n   Result  Allocates  yes",
+             "\n   Result\n   Allocates", ". The Result FSDP_OK Allocates nothing")
+    finds("docs", *(f"fsdp_{i}: no field Result" for i in range(len(empty))), fsdp_more_h=GOOD["fsdp_more.h"] +
+          "\n".join(some(f"fsdp_{i}", comment) for i, comment in enumerate(empty)))
+    with tree(fsdp_more_h=GOOD["fsdp_more.h"] + some("fsdp_1", "\n   Result, Allocates  as fsdp_all") +
+              some("fsdp_2", "\n   Result      FSDP_OK; IO      Allocates yes")) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py docs", cwd=root)
 
 
 def test_names():
     finds("names", "docs/architecture.md:1: no such name: fsdpi_c",
           docs_architecture_md="| a | `fsdpi_c` |\n")
+    gone = ("src/core/gone.h", "`gone.h`", "[gone](gone.md)", "src/gone/", "(../tools/gone.py)", "a.c",
+            "src/core/gone/a.h")
+    finds("names", *(f"docs/architecture.md:{9 + i}: no such file: " +
+                     re.search(r"[\w./]+[\w/]", name.split("](")[-1]).group() for i, name in enumerate(gone)),
+          docs_architecture_md=GOOD["docs/architecture.md"] + "".join(f"see {name}.\n" for name in gone))
+    there = "see `a.h`, src/core/a.h, src/core/, [tests](tests.md), [b](../src/core/b.h), https://a.b/c.h, *.md.\n"
+    with tree(docs_architecture_md=GOOD["docs/architecture.md"] + there) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py names", cwd=root)
     finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
           docs_architecture_md="\n```\nfsdp_invented\n```\n")
     finds("names", "docs/architecture.md:3: no such step, pool, stream or mark: GATHER",
@@ -316,6 +382,30 @@ def test_ported_tests():
         sh(f"{sys.executable} {TOOLS}/check_text.py tests", cwd=root)
 
 
+def test_counts():
+    """Numbers of recorded cases: in the file, in its test and in documents."""
+    here = {"tests/core/test_golden_train.c": "/* SPDX-License-Identifier: MIT */\n"
+            '} files[] = {{"a", 2}, {"b", 1}};\n',
+            "tests/core/test_golden_plays.c": 'TEST(c, d) { play_file("events_c.txt", 1, row); }\n',
+            "tests/golden/train_a.txt": "\ncase x\ncase y\n", "tests/golden/train_b.txt": "case x\n",
+            "tests/golden/events_c.txt": "case x\n"}
+    readme = GOOD["README.md"] + "\nIt runs 3 recorded\ntrainings, 1 recorded cases, `a/events_c.txt` (1 cases).\n"
+
+    def counted(**changes):
+        with tree(also=dict(here, **{k: v for k, v in changes.items() if "/" in k}),
+                  README_md=changes.get("README", readme)) as root:
+            return subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "tests"], cwd=root,
+                                  stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+    check(counted().startswith("note: "), counted())
+    for changes, wanted in [
+            ({"tests/golden/train_a.txt": "case x\n"}, "train_a.txt: 1 cases, its test expects 2"),
+            ({"tests/golden/events_c.txt": ""}, "events_c.txt: 0 cases, its test expects 1"),
+            ({"README": readme.replace("3 ", "43 ")}, "README.md: 43 cases or trainings, their test expects 3"),
+            ({"README": readme.replace("1 recorded", "131 recorded")}, "README.md: 131 cases"),
+            ({"README": readme.replace("(1 cases", "(2 cases")}, "README.md: 2 cases")]:
+        check(wanted in counted(**changes), f"{wanted}: {counted(**changes)}")
+
+
 PROGRAMS = {"test_all": ["works", "of_a_table/one", "of_a_table/two"],
             "test_fully_shard_a": ["done"]}
 
@@ -326,7 +416,7 @@ def run_tests(root, options="", **results):
         lines = []
         for test in tests:
             name = program[5:] + "." + test
-            result = results.get(test.split("/")[0], "      OK")
+            result = results.get(test, results.get(test.split("/")[0], "      OK"))
             if result:
                 lines.append(f"echo '[ RUN      ] {name}'; echo '[ {result} ] {name} (1 ms)'")
         path = os.path.join(root, program)
@@ -356,7 +446,9 @@ def test_tests_that_ran():
             check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
             check(f"tests/core/test_fully_shard_a.c:2: fully_shard_a.done {words}" in out, out)
         status, out = run_tests(root, ran, of_a_table=" SKIPPED")
-        check(status and "docs/tests.md:4: all.of_a_table was skipped" in out, out)
+        check(status and "docs/tests.md:4: all.of_a_table/one was skipped" in out, out)
+        status, out = run_tests(root, ran, **{"of_a_table/two": " SKIPPED"})
+        check(status and "docs/tests.md:4: all.of_a_table/two was skipped" in out, out)
         check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
         status, out = run_tests(root, done=" SKIPPED")
         check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
@@ -628,21 +720,27 @@ FAILS = """static int fsdpi_fails(int x) {
     if (x) return fsdp_fail(w, FSDP_ERR_IO, "[E101] x is %d: "
                             "give 0", x); // "[E103] a comment"
     fsdpi_text_add(error, "[E102] rank %d: no y", (int)boot->rank);
+    if (!m) return fsdpi_invalid_arg(w, "[E103] %s: %s is NULL", call, which);
     return fsdpi_world_fail(w, FSDP_OK, "%s", error);
 }
 """
 LIST = """# Error texts
 
+- Words of
+  two lines.
+
+## NULL arguments
+
 Words.
+
+- E103
 
 ## E1: Arguments
 
-| id | status | text | cause | remedy |
-|---|---|---|---|---|
-| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |
-| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |
+Words.
 
-More words.
+- E101 IO: `x is <x>: give 0` Look where x was set.
+- E102: `rank <rank>: no y`
 """
 
 
@@ -658,61 +756,103 @@ def errors(code, listed, *args):
             return r.returncode, r.stdout, f.read()
 
 
+def fails(text):
+    return FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+
+
 def test_errors():
-    check(errors(FAILS, LIST) == (0, "note: 2 error texts\n", LIST), str(errors(FAILS, LIST)))
-    four = LIST.replace("Give y. |\n", "Give y. |\n| E1000 | OK | `z` | Z. | Give z. |\n")
+    check(errors(FAILS, LIST) == (0, "note: 3 error texts\n", LIST), str(errors(FAILS, LIST)))
+    four = LIST + "- E1000 OK: `z`\n"
     info = 'int i = fsdpi_boot_log(b, FSDP_LOG_INFO, "no warning");\n'
     check(errors(FAILS + info + 'int j = fsdp_fail(w, FSDP_OK, "[E1000] z");\n', four)[0] == 0, four)
-    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith("| E"))
-    z = "| E103 | OK | `z` | Z. | Give z. |\n"
-    fails = lambda text: FAILS + f"int i = fsdp_fail(w, 1, {text});\n"
+    row_101, row_102 = (line + "\n" for line in LIST.split("\n") if line.startswith(("- E101", "- E102")))
+    z = "- E104 OK: `z`\n"
     for code, listed, wanted in [
             (fails('"no z"'), LIST, 'without an id: "no z"'),
-            (fails('x ? "[E103] z" : "y"'), LIST + z, ': "y"'),
+            (fails('x ? "[E104] z" : "y"'), LIST + z, ': "y"'),
+            (fails('"%s", "no z"'), LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_text_add(error, "no z");\n', LIST, 'without an id: "no z"'),
             (FAILS + 'void f(void) { fsdp_warn(w, "no z"); }\n', LIST, 'without an id: "no z"'),
             (FAILS + 'int i = fsdpi_boot_log(b, FSDP_LOG_WARN, "no z");\n', LIST, 'an id: "no z"'),
+            (FAILS + 'void f(void) { fsdpi_log(w, FSDP_LOG_ERROR, 1, "no z"); }\n', LIST, 'an id: "no z"'),
             (FAILS + "FSDP_PRINTF(1, 2)\nstatic int fsdpi_new(const char *f, ...);\n", LIST,
-             "src/core/a.h:22: fsdpi_new: has its text an id?"),
-            (fails('"[E101] z"'), LIST, "src/core/a.h:21: E101 is taken"),
-            (fails('"[E103] z"'), LIST, "src/core/a.h:21: E103 has no row in docs/errors.md"),
-            (fails('"[E1000] z"'), LIST, "src/core/a.h:21: E1000 has no row in docs/errors.md"),
-            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section E2"),
-            (FAILS, LIST.replace(row_102, row_102 + z), "docs/errors.md: E103 is in no source"),
-            (FAILS, LIST.replace(row_102, 2 * row_102), "docs/errors.md:11: E102 stands twice"),
-            (FAILS, LIST.replace(row_102, row_102 + z[:-2]), "docs/errors.md:11: not understood"),
-            (FAILS, LIST.replace("X is not 0.", ""), "src/core/a.h:16: E101 has no cause"),
-            (FAILS, LIST.replace("Give y.", ""), "E102 has no remedy"),
-            (FAILS, LIST.replace(row_102, row_102.replace("ERR_IO", "")), "E102 has no status"),
-            (fails('"[E103] " X'), LIST.replace(row_102, row_102 + z.replace("z", "")), "no text"),
+             "src/core/a.h:23: fsdpi_new: has its text an id?"),
+            (fails('"[E101] z"'), LIST, "src/core/a.h:22: E101 is taken"),
+            (fails('"[E104] z"'), LIST, "src/core/a.h:22: E104 is not in docs/errors.md"),
+            (fails('"[E1000] z"'), LIST, "src/core/a.h:22: E1000 is not in docs/errors.md"),
+            (fails('"[E203] z"'), LIST, "E203: docs/errors.md has no section for it"),
+            (fails('"[E104] %s: m is NULL: pass it", f'), LIST, "E104 is not in docs/errors.md"),
+            (FAILS, LIST.replace("- E103\n", "- E103, E104\n"), "docs/errors.md: E104 is in no source"),
+            (FAILS, LIST.replace("- E103\n", ""), "E103 is not in docs/errors.md"),
+            (FAILS, LIST + z, "docs/errors.md: E104 is in no source"),
+            (FAILS, LIST + row_102, "docs/errors.md: E102 stands twice"),
+            (FAILS, LIST + z.replace("z`", "z"), "docs/errors.md: not understood: - E104"),
+            (FAILS, LIST + "| E104 | `z` |\n", "docs/errors.md: not understood: | E104"),
+            (fails('"[E104] z"'), LIST + z.replace("OK", "?"), "E104 has no status"),
+            (fails('"[E104] " x'), LIST + z.replace("`z`", "`` *"), "not understood"),
             (FAILS.replace("give 0", "give 1"), LIST, "is not what the sources say"),
             (FAILS.replace("FSDP_ERR_IO", "FSDP_OK"), LIST, "is not what the sources say"),
+            (FAILS, LIST.replace("- Words of\n  two lines.", "Words.\n"), "is not what the sources say"),
             (FAILS, LIST.replace(row_101 + row_102, row_102 + row_101), "is not what the sources")]:
         status, text, after = errors(code, listed)
         check(status == 1 and wanted in text and after == listed, f"{wanted}: {status}: {text}")
 
 
+def test_errors_of_macros():
+    """A macro hides no text: neither the text, nor the call, nor the name of the function."""
+    for code in ['#define FSDPI_TEXT_Z "no z"\n' + "int i = fsdp_fail(w, 1, FSDPI_TEXT_Z);\n",
+                 '#define fsdpi_z "no z"\n' + "int i = fsdp_fail(w, 1, x ? fsdpi_z : fsdpi_z);\n",
+                 '#define Z(x) "no " x\n' + 'int i = fsdp_fail(w, 1, Z("z"));\n',
+                 '#  define Y "no z"\n#define Z Y\n' + "int i = fsdp_fail(w, 1, Z);\n",
+                 '#define Z "no z"\n' + 'int i = fsdp_fail(w, 1, "%s", Z);\n',
+                 'static const char fsdpi_z[] = "no z";\n' + "int i = fsdp_fail(w, 1, fsdpi_z);\n",
+                 "#define Z fsdp_fail\n" + 'int i = Z(w, 1, "no z");\n',
+                 "#define Z(...) fsdp_fail(w, __VA_ARGS__)\n" + 'int i = Z(1, "no z");\n',
+                 "#define Z(...) fsdp_fail(__VA_ARGS__)\n" + 'int i = Z(w, 1, "no z");\n',
+                 "#define Z(w, ...) fsdp_fail(w, FSDP_ERR_IO, __VA_ARGS__)\n" + 'int i = Z(w, "no z");\n',
+                 "#define Z(w, text) \\\n    fsdp_fail(w, FSDP_ERR_IO, \\\n    text)\n" + 'int i = Z(w, "no z");\n',
+                 "#define Y(t) fsdpi_invalid_arg(w, t)\n#define Z(t) Y(t)\n" + 'int i = Z("no z");\n',
+                 '#define Z(w) fsdp_fail(w, FSDP_ERR_IO, "no z")\n',
+                 '#define Z(w) \\\n    fsdp_warn(w, "no z")\n']:
+        status, text, _ = errors(FAILS + code, LIST)
+        check(status == 1 and "a text without an id: \"no " in text, f"{code}: {status}: {text}")
+    wrapper = FAILS + '#define Z(w, ...) fsdp_fail(w, FSDP_ERR_IO, __VA_ARGS__)\nint i = Z(w, "[E104] z is %d", k);\n'
+    status, text, after = errors(wrapper, LIST, "-o", "docs/errors.md")
+    check(status == 0 and after == LIST + "- E104 IO: `z is <k>`\n", text + after)
+
+
 def test_errors_makes():
-    """-o: rows of new ids, without cause and remedy; what is written by hand stays."""
+    """-o: entries of new ids; what is written by hand stays."""
     write = ["-o", "docs/errors.md"]
-    rows = lambda text: [line for line in text.split("\n") if line.startswith("| E")]
-    more = FAILS + ('int i = fsdp_fail(w, 1, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E103] %s", z); }\n'
-                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E104] v | w");\n')
+    more = FAILS + ('int i = fsdp_fail(w, s, "[E1000] z");\nvoid f(void) { fsdp_warn(w, "[E104] %s", z); }\n'
+                    'int j = fsdpi_boot_log(b, FSDP_LOG_WARN, "[E105] v | w");\n'
+                    'int k = fsdpi_invalid_arg(w, "[E106] fsdp_x: y or z is NULL: pass both");\n')
     status, text, after = errors(more, LIST, *write)
-    check(status == 1 and "E103 has no cause, remedy in" in text, text)
-    check(rows(after)[2:] == ["| E103 | OK | `<z>` |  |  |", "| E104 | OK | `v \\| w` |  |  |",
-                              "| E1000 |  | `z` |  |  |"], after)
-    check(after.replace("\n".join(rows(after)[2:]) + "\n", "") == LIST, after)
-    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <what it was>` *")
-    for listed in (LIST.replace("ERR_IO | `x is", "ERR | `z"), by_hand):
+    check(status == 1 and "E1000 has no status in" in text, text)
+    check(after == LIST.replace("- E103\n", "- E103, E106\n") +
+          "- E104 OK: `<z>`\n- E105 OK: `v | w`\n- E1000 ?: `z`\n", after)
+    by_hand = LIST.replace("`x is <x>: give 0`", "`x is <its value>` *")
+    for listed in (LIST.replace("IO: `x is", "CORRUPT: `z"), by_hand):
         status, text, after = errors(FAILS, listed, *write)
         check(status == 0 and after == (by_hand if listed is by_hand else LIST), text + after)
     status, text, after = errors(FAILS.replace("[E102] rank", "[E101] rank"), LIST, *write)
-    check(status == 1 and "E102 is in no source: its row has gone" in text, text)
-    check(len(rows(after)) == 1, after)
-    broken = LIST.replace("X is not 0. |", "X is not 0.")
+    check(status == 1 and "E102 is in no source: its entry has gone" in text, text)
+    check("E102" not in after and "E101" in after, after)
+    broken = LIST.replace("give 0`", "give 0")
     status, text, after = errors(FAILS, broken, *write)
-    check(status == 1 and "docs/errors.md:9: not understood" in text and after == broken, text)
+    check(status == 1 and "not understood: - E101" in text and after == broken, text)
+
+
+def test_errors_wraps():
+    """Long entries have lines of 120 columns, none of which begins an item, and are read again."""
+    words = " ".join(["- 1, 2) + `*` x"] * 30)
+    code = FAILS.replace("no y", words)
+    status, text, after = errors(code, LIST, "-o", "docs/errors.md")
+    lines = after.split("\n")
+    check(status == 0 and max(map(len, lines)) <= 120 and len(lines) > LIST.count("\n") + 2, text + after)
+    check(not re.search(r"^  ([-+*>#] |\d+[.)] )", after, re.M), after)
+    check(" ".join(after.split()).endswith("- E102: ``rank <rank>: " + words + "``"), after)
+    check(errors(code, after)[0] == 0, after)
 
 
 HOUSE = {  # rooms, lowest first
@@ -751,6 +891,9 @@ def test_floors():
         check(status == 1 and "docs/floors.svg is not what" in text and after == drawn, text)
     for changed, wanted in [({"src/core/a.h": '#include "c.h"\n'}, ("src/core/a.h", "src/core/c.h")),
                             ({"src/core/a.h": '#include "../../fsdp_more.h"\n'}, ("src/core/a.h", "fsdp_more.h")),
+                            ({"src/core/a.h": "#include <core/c.h>\n"}, ("src/core/a.h", "src/core/c.h")),
+                            ({"src/core/a.h": '#include "core/c.inc"\n', "src/core/c.inc": '#include "c.h"\n'},
+                             ("src/core/a.h", "src/core/c.inc", "src/core/c.h")),
                             ({"src/plan/x.h": '#include "y.h"\n'}, ("src/plan/x.h", "src/plan/y.h"))]:
         status, text, _ = floors(**changed)
         check(status == 1 and "floors: a circle: " in text, text)
