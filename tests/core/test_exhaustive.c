@@ -93,7 +93,8 @@ static void build(rank_state *x) {
     if (axis[B_MESH] == B_MESH_UNIT) ud.mesh = mesh ? mesh : x->line[axis[B_PLAIN]];
     else if (axis[B_MESH] == B_MESH_INFO) md.mesh_info = &info;
     else md.mesh = mesh;
-    fsdp_dtype *by_model[2] = {&md.param_dtype, &md.reduce_dtype}, *by_unit[2] = {&ud.param_dtype, &ud.reduce_dtype};
+    fsdp_dtype *by_model[2] = {&md.param_dtype, &md.reduce_dtype},
+               *by_unit[2] = {&ud.param_dtype, &ud.reduce_dtype};
     *(c->number % 3 ? by_model : by_unit)[0] = b_floats[axis[B_PARAM]];
     *(c->number % 3 ? by_model : by_unit)[1] = b_floats[axis[B_REDUCE]];
     md.grad_dtype = b_floats[axis[B_GRAD]];
@@ -132,9 +133,12 @@ static void start_values(void *user, const fsdp_param_view *block) {
     const b_param *p = &x->c->param[block->index];
     const int64_t bytes = block->numel * (int64_t)fsdp_dtype_size(block->dtype);
     const int64_t first = p->shard_dim ? 0 : b_chunk(p, x->c->shards) * x->shard;
-    EXPECT(x, block->numel == lab_numel(block->ndim, block->local_shape) && block->numel > 0, "block of %d", block->index);
-    EXPECT(x, block->start[0] == (block->ordinal == x->ordinal ? x->row : first), "rows are not consecutive");
-    EXPECT(x, block->local_shape[0] == 1 || bytes <= x->fill_bytes, "a block of %lld bytes", (long long)bytes);
+    EXPECT(x, block->numel == lab_numel(block->ndim, block->local_shape) && block->numel > 0,
+           "block of %d", block->index);
+    EXPECT(x, block->start[0] == (block->ordinal == x->ordinal ? x->row : first),
+           "rows are not consecutive");
+    EXPECT(x, block->local_shape[0] == 1 || bytes <= x->fill_bytes, "a block of %lld bytes",
+           (long long)bytes);
     x->ordinal = block->ordinal, x->row = block->start[0] + block->local_shape[0], x->blocks++;
     for (int64_t k = 0; k < block->numel; k++)
         b_put(block->data, block->dtype, k,
@@ -195,8 +199,11 @@ static void check_shards(const rank_state *x, int step) {
 static void check_offset(const rank_state *x, const fsdp_param_view *v) {
     fsdp_flat flat = FSDP_ZERO;
     DO(x, fsdp_model_flat(x->model, v->dtype, &flat));
-    const size_t at = (size_t)((const char *)v->shard - (const char *)flat.shards) / fsdp_dtype_size(v->dtype);
-    EXPECT(x, (const char *)v->shard_grad == (const char *)flat.grads + at * fsdp_dtype_size(v->grad_dtype),
+    const size_t at = (size_t)((const char *)v->shard - (const char *)flat.shards) /
+                      fsdp_dtype_size(v->dtype);
+    EXPECT(x,
+           (const char *)v->shard_grad ==
+               (const char *)flat.grads + at * fsdp_dtype_size(v->grad_dtype),
            "the gradient of %d is not where its shard is", v->index);
 }
 
@@ -368,7 +375,8 @@ static void check_load(const rank_state *x) {
     for (int i = 0; i < x->c->count; i++) {
         const size_t nbytes = (size_t)x->c->param[i].numel * fsdp_dtype_size(x->c->param[i].dtype);
         unsigned char full[8 * B_NUMEL], got[8 * B_NUMEL + 1];
-        for (size_t b = 0; b < nbytes; b++) full[b] = (unsigned char)lab_hash(x->c->seed, (uint64_t)i, b, 7);
+        for (size_t b = 0; b < nbytes; b++)
+            full[b] = (unsigned char)lab_hash(x->c->seed, (uint64_t)i, b, 7);
         got[nbytes] = 0x77;
         DO(x, fsdp_param_load(x->unit, i, full));
         const int none = x->c->ranks > 1 && (x->rank + i) % x->c->ranks == 0;
@@ -388,8 +396,8 @@ static void check_no_grad(const rank_state *x) {
         const fsdp_status status = fsdp_param_full_grad(x->unit, i, full);
         check_view(x, i, &v);
         EXPECT(x, !v.shard_grad, "parameter %d has a gradient after zero_grad", i);
-        EXPECT(x, status == (x->c->param[i].frozen ? FSDP_ERR_INVALID_STATE : FSDP_OK), "gradient of %d: %s", i,
-               fsdp_last_error(the_world(x)));
+        EXPECT(x, status == (x->c->param[i].frozen ? FSDP_ERR_INVALID_STATE : FSDP_OK),
+               "gradient of %d: %s", i, fsdp_last_error(the_world(x)));
         for (int64_t e = 0; e < x->c->param[i].numel && !status; e++)
             EXPECT(x, b_get(full, grad_dtype(x, i), e) == 0, "gradient %d is not zero", i);
     }
@@ -401,7 +409,8 @@ static void begin_case(rank_state *x) {
     memset(&x->predicted, 0, sizeof x->predicted);
     DO(x, fsdp_model_predict(x->model, &x->predicted));
     DO(x, fsdp_init_params(x->model, start_values, x));
-    for (int i = 0; i < x->c->count; i++) numel += b_local_numel(&x->c->param[i], x->c->shards, x->shard);
+    for (int i = 0; i < x->c->count; i++)
+        numel += b_local_numel(&x->c->param[i], x->c->shards, x->shard);
     EXPECT(x, (numel > 0) == (x->blocks > 0), "%d blocks were filled", x->blocks);
     check_shards(x, 0);
 }
@@ -927,7 +936,8 @@ typedef struct {
     coverage *seen;
 } real_walk;
 
-static void next_case(const real_walk *w, rank_state *x, b_case *c, b_truth *truth, int64_t *number) {
+static void next_case(const real_walk *w, rank_state *x, b_case *c, b_truth *truth,
+                      int64_t *number) {
     do b_make_case(c, (*number)++, h_seed());
     while (c->ranks != w->at->ranks && only_case() < 0);
     b_make_truth(c, truth);
@@ -952,7 +962,8 @@ static void real_rank(lab_rank *r) {
     x[1] = x[0];
     for (int64_t done = 0, models = 1; done < w->cases; done += models) {
         models = only < 0 ? 3 - models : 1;
-        for (int k = 0; k < models; k++) next_case(w, &x[k], &c[k], &truth[k], &number), begin_case(&x[k]);
+        for (int k = 0; k < models; k++)
+            next_case(w, &x[k], &c[k], &truth[k], &number), begin_case(&x[k]);
         for (int step = 0; step < B_STEPS; step++)
             for (int k = 0; k < models; k++) step_case(&x[k], step);
         for (int k = 0; k < models; k++) end_case(&x[k]);
@@ -993,13 +1004,25 @@ TEST(long_exhaustive, walk, SECONDS(1200) | NIGHT) {
     run_walk(0, 1200000, 1, 1);
 }
 
-static const place places[] = {
-    {"N=1", 1, 2000, 0, 0},        {"N=2", 2, 1000, 0, 0},        {"N=3", 3, 300, 0, 0},
-    {"N=4", 4, 200, 0, 0},         {"N=5", 5, 80, 0, 0},          {"N=6", 6, 80, 0, 0},
-    {"N=1/lanes=1", 1, 300, 1, 0}, {"N=2/lanes=1", 2, 300, 1, 0}, {"N=3/lanes=2", 3, 80, 2, 0},
-    {"N=4/lanes=2", 4, 40, 2, 0},  {"N=2/processes", 2, 200, 0, 1}, {"N=3/processes", 3, 60, 1, 1}};
+static const place places[] = {{"N=1", 1, 2000, 0, 0},
+                               {"N=2", 2, 1000, 0, 0},
+                               {"N=3", 3, 300, 0, 0},
+                               {"N=4", 4, 200, 0, 0},
+                               {"N=5", 5, 80, 0, 0},
+                               {"N=6", 6, 80, 0, 0},
+                               {"N=1/lanes=1", 1, 300, 1, 0},
+                               {"N=2/lanes=1", 2, 300, 1, 0},
+                               {"N=3/lanes=2", 3, 80, 2, 0},
+                               {"N=4/lanes=2", 4, 40, 2, 0},
+                               {"N=2/processes", 2, 200, 0, 1},
+                               {"N=3/processes", 3, 60, 1, 1}};
 
-TEST_P(exhaustive, ranks, places, BITS | (row->ranks > 3 ? MANY_RANKS : row->ranks == 2 ? VALGRIND : 0)) {
+TEST_P(exhaustive, ranks, places,
+       BITS | (row->ranks > 3    ? MANY_RANKS
+               : row->ranks == 2 ? VALGRIND
+                                 : 0)) {
     run_real(row, W_SLOW ? row->cases / 3 : row->cases);
 }
-TEST_P(long_exhaustive, ranks, places, SECONDS(300) | NIGHT) { run_real(row, row->cases * (W_SLOW ? 2 : 20)); }
+TEST_P(long_exhaustive, ranks, places, SECONDS(300) | NIGHT) {
+    run_real(row, row->cases * (W_SLOW ? 2 : 20));
+}
