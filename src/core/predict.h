@@ -46,8 +46,8 @@ static fsdp_status fsdpi_predict_step(fsdp_model *m) {
     return fsdpi_finalize(m);
 }
 
-// Predicts a microbatch that keeps what `step` says, and the last one. Others between them begin with
-// the same memory as the last one, and release no more than it does.
+// Predicts a microbatch that keeps what `step` says, and the last one. Others between them begin
+// with the memory of the last one, and release no more than it does.
 static fsdp_status fsdpi_predict_microbatches(fsdp_model *m, const fsdp_predict_desc *step) {
     const int keeps = step->without_sync || step->without_all_reduce || step->without_reshard;
     for (int left = keeps; left >= 0; left--) {
