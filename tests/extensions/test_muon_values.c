@@ -3,7 +3,7 @@
    and unused; and equal bits on each of these meshes.
 
    SPDX-License-Identifier: MIT */
-#define TAGS BITS
+#define TAGS BITS | AT_NIGHT(ASAN)
 #include "harness.h"
 #include "lab.h"
 #include <math.h> /* sqrt, fabs */

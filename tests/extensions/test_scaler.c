@@ -232,7 +232,7 @@ static const struct {
 /* As PyTorch's test: inf on one rank only; 1-D and 2-D. */
 /* PyTorch: test_fully_shard_grad_scaler.py test_gradient_scaler. Done: the test writes the
    gradients. You skip the step yourself (PyTorch: the scaler does). */
-TEST_P(grad_scaler, gradient_scaler, meshes, SLOW) {
+TEST_P(grad_scaler, gradient_scaler, meshes, SLOW | AT_NIGHT(ASAN)) {
     static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F16, FSDP_BF16, FSDP_F64};
     int runs = 0;
     for (int world = row->least; world <= row->most; world++) {

@@ -963,7 +963,7 @@ static void whole_plans(int programs) {
     CHECK(joined > programs / 4 && less > programs / 4 && smaller > programs / 20 &&
           once > programs / 10);
 }
-TEST(plan_pass, whole_plans) { whole_plans(W_SLOW ? 30 : 100); }
+TEST(plan_pass, whole_plans, AT_NIGHT(ASAN)) { whole_plans(W_SLOW ? 30 : 100); }
 TEST(long_plan_pass, whole_plans, SECONDS(600) | NIGHT) { whole_plans(2000); }
 
 /* ---- PyTorch's examples ----------------------------------------------------------------------------- */

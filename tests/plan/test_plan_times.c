@@ -357,7 +357,7 @@ static void agree(int net, int async, int setting, int seed) {
         bed_close(d);
     }
 }
-TEST_P(plan_times, as_the_clocks, modes) {
+TEST_P(plan_times, as_the_clocks, modes, AT_NIGHT(ASAN)) {
     for (int net = 0; net < TEXTS_NETS; net++)
         for (int setting = 0; setting < 4; setting++)
             for (int seed = 0; seed < 2; seed++) agree(net, row->async, setting, seed);
