@@ -1644,7 +1644,7 @@ template <class T> inline T *fsdp_view_grad_as(const fsdp_param_view *view) {
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
-#include "src/core/reduce.h"
+#include "src/base/reduce.h"
 #include "src/core/shard_math.h"
 #ifndef FSDP_MATH_ONLY
 #ifndef __linux__

@@ -19,13 +19,15 @@
 #ifndef FSDPI_BACKENDS_COMM_H
 #define FSDPI_BACKENDS_COMM_H
 
-#include "fsdp_memory.h" // the list of allocations
-#include "fsdp_signature.h" // the signature of a rank's call, and its text
+#include "../src/base/hash.h"
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/error.h"
 #include "../src/core/flight.h"
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
+#include "fsdp_memory.h" // the list of allocations
+#include "fsdp_signature.h" // the signature of a rank's call, and its text
 
 #include <fcntl.h>
 #include <stdarg.h>

@@ -13,7 +13,7 @@
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 #include "../fsdp.h"
-#include "../src/core/float.h"
+#include "../src/base/float.h"
 #include "fsdp_cuda_kernels.h"
 
 #include <cuda_runtime_api.h> // cudaLaunchKernel

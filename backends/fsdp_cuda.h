@@ -54,11 +54,12 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CUDA_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_CUDA_IMPLEMENTED
 
-#include "fsdp_cuda_kernels.h"
-#include "fsdp_signature.h" // the clock
+#include "../src/base/os.h"
+#include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/error.h"
-#include "../src/core/os.h"
+#include "fsdp_cuda_kernels.h"
+#include "fsdp_signature.h" // the clock
 
 #include <cuda_runtime_api.h>
 #include <stdio.h>

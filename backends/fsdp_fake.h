@@ -98,8 +98,8 @@ FSDP_API const fsdp_device_ops *fsdp_fake_device_ops(int streams);
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
 #include "../src/core/alloc.h"
-#include "../src/core/os.h"
-#include "../src/core/reduce.h"
+#include "../src/base/os.h"
+#include "../src/base/reduce.h"
 #include "../src/core/run.h"
 
 #include <string.h>

@@ -79,18 +79,19 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_GLOO_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_GLOO_IMPLEMENTED
 
-#include "fsdp_comm.h"      // the base of all backends
-#include "fsdp_gloo_shim.h" // the transport
-#include "fsdp_memory.h"
-#include "fsdp_local.h" // ranks of one host
-#include "fsdp_signature.h"
-#include "fsdp_shm_world.h"
-#include "fsdp_store.h"
-#include "fsdp_store_world.h" // rendezvous, and the world's failure
+#include "../src/base/os.h"
+#include "../src/base/reduce.h"
+#include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/flight.h"
-#include "../src/core/os.h"
-#include "../src/core/reduce.h"
+#include "fsdp_comm.h"      // the base of all backends
+#include "fsdp_gloo_shim.h" // the transport
+#include "fsdp_local.h" // ranks of one host
+#include "fsdp_memory.h"
+#include "fsdp_shm_world.h"
+#include "fsdp_signature.h"
+#include "fsdp_store.h"
+#include "fsdp_store_world.h" // rendezvous, and the world's failure
 
 #include <errno.h> // EMFILE, ENFILE
 #include <poll.h>

@@ -16,14 +16,15 @@
 #ifndef FSDPI_BACKENDS_LOCAL_H
 #define FSDPI_BACKENDS_LOCAL_H
 
+#include "../src/base/os.h"
+#include "../src/base/reduce.h"
+#include "../src/base/text.h"
+#include "../src/core/alloc.h"
 #include "fsdp_comm.h"
-#include "fsdp_signature.h"
 #include "fsdp_shm_world.h" // the memory, and collectives in it
+#include "fsdp_signature.h"
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // rendezvous, and the world's failure
-#include "../src/core/alloc.h"
-#include "../src/core/os.h"
-#include "../src/core/reduce.h"
 
 #include <stdio.h>
 #include <string.h>

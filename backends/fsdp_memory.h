@@ -10,7 +10,7 @@
 #define FSDPI_BACKENDS_MEMORY_H
 
 #include "../src/core/alloc.h"
-#include "../src/core/os.h"
+#include "../src/base/os.h"
 
 #include <stdio.h>
 #include <stdlib.h>

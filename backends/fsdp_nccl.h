@@ -85,6 +85,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #endif // FSDP_NCCL_H
 
 #ifndef FSDP_MATH_ONLY
+#include "../src/base/text.h"
 #include "fsdp_cuda.h" // the device
 #endif
 
@@ -99,8 +100,8 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #include "fsdp_store.h"
 #include "fsdp_store_world.h" // rendezvous, and the world's failure
 #include "../src/core/alloc.h"
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
 
 #include <nccl.h>
 #include <pthread.h>

@@ -67,7 +67,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 
 #include "fsdp_comm.h" // the base of all backends
 #include "fsdp_shm_world.h"
-#include "../src/core/reduce.h"
+#include "../src/base/reduce.h"
 
 // clang-format off
 static const fsdpi_transport fsdpi_shm_transport = {

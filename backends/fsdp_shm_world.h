@@ -10,13 +10,15 @@
 #ifndef FSDPI_BACKENDS_SHM_WORLD_H
 #define FSDPI_BACKENDS_SHM_WORLD_H
 
+#include "../src/base/hash.h"
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/reduce.h"
+#include "../src/base/text.h"
+#include "../src/core/alloc.h"
 #include "fsdp_comm.h" // the base of all backends
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
-#include "../src/core/alloc.h"
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
-#include "../src/core/reduce.h"
 
 #include <errno.h>
 #include <fcntl.h> // fcntl, struct flock

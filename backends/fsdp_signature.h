@@ -10,9 +10,10 @@
 #ifndef FSDPI_BACKENDS_SIGNATURE_H
 #define FSDPI_BACKENDS_SIGNATURE_H
 
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/text.h"
 #include "../src/core/flight.h" // operations other than collectives
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
 
 #include <asm/socket.h> // SO_PEERCRED, which sys/socket.h hides in strict C99
 #include <string.h>

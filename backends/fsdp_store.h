@@ -73,11 +73,13 @@
 #ifndef FSDPI_BACKENDS_STORE_H
 #define FSDPI_BACKENDS_STORE_H
 
-#include "fsdp_signature.h" // fsdpi_failure
+#include "../src/base/hash.h"
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/launch.h"
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
+#include "fsdp_signature.h" // fsdpi_failure
 
 #include <asm/socket.h>  // SO_REUSEADDR, which strict C99 hides
 #include <errno.h>       // errno

@@ -11,11 +11,12 @@
 #ifndef FSDPI_BACKENDS_STORE_WORLD_H
 #define FSDPI_BACKENDS_STORE_WORLD_H
 
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/text.h"
 #include "fsdp_comm.h" // the comm base
 #include "fsdp_signature.h"
 #include "fsdp_store.h" // where ranks meet
-#include "../src/core/macros.h"
-#include "../src/core/os.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -22,13 +22,14 @@ NOTE = "// Written by tools/amalgamate.py from %s: change those files.\n"
 LONG = 20  # lines behind a part, from which on a heading tells that the file around it goes on
 CONTENTS = """CONTENTS
     This file is the manual, the declarations and the implementation, in parts of one subject each.
-    A part begins with a line of signs around its name: search for "== src/core/dtype.h ==". All
+    A part begins with a line of signs around its name: search for "== src/base/dtype.h ==". All
     that a program calls is declared above the first one. Each part stands below those that it uses.
 """
 END_OF_CONTENTS = """\
     Further backends are in the folder backends/ beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
 """
+CORE = ("src/core/", "src/base/")  # in the one fsdp.h
 # The first lines of a part.
 TO_FRONT = re.compile(r'#ifndef \w+\n#include "(?:\.\./)+fsdp\w*\.h"[^\n]*\n#endif\n')
 INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
@@ -80,7 +81,7 @@ class Amalgamation:
             if "/" not in found and self.parts[0] != "fsdp.h":  # what an extension is beside
                 out.append(line)
                 continue
-            if found.startswith("src/core/") and self.parts[0] != "fsdp.h":  # it is in there
+            if found.startswith(CORE) and self.parts[0] != "fsdp.h":  # it is in there
                 continue
             if found in self.parts:
                 continue
@@ -155,12 +156,12 @@ def of_backend(root, path, done):
     that is compiled alone gets the text, once."""
     with open(os.path.join(root, path), encoding="utf-8") as f:
         text = f.read()
-    if path.startswith("src/core/"):
+    if path.startswith(CORE):
         text = TO_FRONT.sub("", text)
 
     def core(include):
         part = os.path.normpath(os.path.join(os.path.dirname(path), include.group(1)))
-        if not part.startswith("src/core/"):
+        if not part.startswith(CORE):
             return include.group()
         if part in done or path.startswith("backends/") and path.endswith(".h"):
             return ""

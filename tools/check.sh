@@ -165,7 +165,7 @@ gate_math_only() {
     done
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
-             $2 ~ /(^|\/)src\/core\// { part = length($1); next } # a part of fsdp.h, at this depth
+             $2 ~ /(^|\/)src\/(core|base)\// { part = length($1); next } # a part of it
              length($1) <= part { part = 0 }
              length($1) == 2 || length($1) == part + 1 {
                  sub(/.*\//, "", $2)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """check_text.py - what can be checked by reading the sources; one check per call.
 
-  toc        the files of src/core/: each is listed in docs/architecture.md, below those that it
-             includes
+  toc        the files of src/core/ and src/base/: each is listed in docs/architecture.md, below
+             those that it includes
   docs       every public function has a comment right above it with its name, with Result if it
              returns a status, and with Allocates if it makes an object
   functions  no function of a header or a backend is longer than 100 lines
@@ -16,7 +16,8 @@
              ask for FSDP_IMPLEMENTATION; there are no circles, neither of includes nor of calls of
              public functions; no file of src/core/ but src/core/backends.h names a backend
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, src/core/ or
-             backends/; only src/plan/, the upper floor of the core, uses those of src/core/
+             backends/; only src/plan/, the upper floor of the core, uses those of src/core/. All
+             use those of src/base/
   tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
              tests/; each row of docs/tests.md names one; each test that is ported from PyTorch has
              a comment "PyTorch: FILE.py test_NAME. STATE: text."; docs/parity.md lists none of
@@ -46,7 +47,7 @@ def files_below(folder):
 
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
-PARTS = files_below("src/core")
+PARTS = files_below("src/core") + files_below("src/base")
 PLAN = sorted(set(files_below("src")) - set(PARTS))  # parts of extensions
 DECLARES = HEADERS + glob.glob("src/core/extension.h")
 BACKENDS = files_below("backends")
@@ -105,9 +106,9 @@ def includes(path):
 
 
 def check_toc():
-    listed = re.findall(r"^ *(src/core/\w+\.h)  ", read(TOC), re.M)
+    listed = re.findall(r"^ *(src/(?:core|base)/\w+\.h)  ", read(TOC), re.M)
     for path in sorted(set(PARTS) ^ set(listed)):
-        yield f"{TOC}: the list of parts and the files of src/core/ differ in {path}"
+        yield f"{TOC}: the list of parts and the files of src/core/ and src/base/ differ in {path}"
     for i, path in enumerate(listed):
         for below in sorted(set(includes(path) if path in PARTS else []) & set(listed[i + 1:])):
             yield f"{TOC}: the list of parts has {path} above {below}, which it includes"
@@ -339,7 +340,9 @@ def front_of(path):
     """The public header whose part a file is: src/optim/muon_schedule.h is one of fsdp_muon.h."""
     room = room_of(path)
     own = f"fsdp_{re.split('[_.]', os.path.basename(path))[0]}.h"
-    return "fsdp.h" if room in ("core", "backends") else own if own in HEADERS else f"fsdp_{room}.h"
+    if room in ("base", "core", "backends"):
+        return "fsdp.h"
+    return own if own in HEADERS else f"fsdp_{room}.h"
 
 
 def room_of(path):
@@ -360,7 +363,8 @@ def check_layers():
             yield f"{path}: does not begin with #ifndef {ask}, #include \"{way}\", #endif"
         if folder != "backends" and "FSDP_IMPLEMENTATION" in code_of(path):
             yield f"{path}: asks for FSDP_IMPLEMENTATION: {front} does so"
-        allowed = below.get(folder, [folder]) + ["backends"] * (path == "src/core/backends.h")
+        allowed = ["base"] + below.get(folder, [folder])
+        allowed += ["backends"] * (path == "src/core/backends.h")
         for used in sorted(uses[path]):
             if room_of(used) not in allowed:
                 yield f"{path}: includes {used}, which is above it"
@@ -439,11 +443,13 @@ def check_includes_itself(uses, reach):
 
 def check_extensions():
     owner = {}
+    everyone = {name for path in PARTS if room_of(path) == "base"
+                for name in PRIVATE.findall(code_of(path))}
     for path in PARTS + BACKENDS + ["fsdp.h"]:
         for name in PRIVATE.findall(code_of(path)):
             owner.setdefault(name, path)
     for path in HEADERS[1:] + PLAN:
-        for name in sorted(set(PRIVATE.findall(code_of(path))) & set(owner)):
+        for name in sorted(set(PRIVATE.findall(code_of(path))) & set(owner) - everyone):
             if room_of(path) == "plan" and owner[name] in PARTS:
                 continue
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"

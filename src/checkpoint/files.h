@@ -7,6 +7,8 @@
 #ifndef FSDPI_CHECKPOINT_FILES_H
 #define FSDPI_CHECKPOINT_FILES_H
 
+#include "../base/os.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -25,7 +27,6 @@ extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
 extern int fsdpi_ck_fsync(int fd) __asm__("fsync");
 
 enum {
-    FSDPI_CK_O_CLOEXEC = 02000000, // hidden by fcntl.h in strict C99
     FSDPI_CK_PIECE = 4 << 20,      // bytes in one file call, or in a copy through memory
     FSDPI_CK_BLOCK = 1 << 20,      // bytes of data that share a checksum
     FSDPI_CK_LEAF = 96,            // bytes of a name that the library chooses, with its terminator
@@ -38,14 +39,8 @@ static int64_t fsdpi_ck_less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int fsdpi_ck_fd(void *file) { return (int)(intptr_t)file - 1; }
 
-// Opens a file, never as descriptor 0, 1 or 2: a program may print there after closing them.
 static int fsdpi_ck_open_fd(const char *path, int flags) {
-    int fd = open(path, flags | FSDPI_CK_O_CLOEXEC, 0666);
-    if (fd < 0 || fd > 2) return fd;
-    int moved = fcntl(fd, 1030 /* F_DUPFD_CLOEXEC */, 3), error = errno;
-    (void)close(fd);
-    errno = error;
-    return moved;
+    return fsdpi_fd(open(path, flags | FSDPI_CLOEXEC, 0666));
 }
 
 static int fsdpi_ck_os_open(void *user, const char *path, int create, void **file,

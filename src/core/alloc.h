@@ -8,7 +8,7 @@
 #define FSDPI_CORE_ALLOC_H
 
 #include "error.h"
-#include "macros.h"
+#include "../base/macros.h"
 #include "objects.h"
 
 #include <stdlib.h>

@@ -12,10 +12,7 @@
 #include "error.h"
 #include "host.h"
 #include "launch.h"
-#include "macros.h"
 #include "objects.h"
-#include "os.h"
-#include "reduce.h"
 #include "run.h"
 
 #include <string.h>

@@ -7,14 +7,15 @@
 #ifndef FSDPI_CORE_CLIP_H
 #define FSDPI_CORE_CLIP_H
 
+#include "../base/float.h"
+#include "../base/hash.h"
+#include "../base/os.h"
 #include "error.h"
-#include "float.h"
 #include "host.h"
 #include "layout.h"
 #include "mesh.h"
 #include "objects.h"
 #include "ops.h"
-#include "os.h"
 #include "run.h"
 #include "step.h"
 #include "unit.h"

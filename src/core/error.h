@@ -11,9 +11,9 @@
 #define FSDPI_CORE_ERROR_H
 
 #include "flight.h"
-#include "macros.h"
+#include "../base/macros.h"
 #include "objects.h"
-#include "os.h"
+#include "../base/os.h"
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -7,6 +7,8 @@
 #ifndef FSDPI_CORE_EXTEND_H
 #define FSDPI_CORE_EXTEND_H
 
+#include "../base/hash.h"
+#include "../base/os.h"
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
@@ -14,7 +16,6 @@
 #include "guard.h"
 #include "objects.h"
 #include "ops.h"
-#include "os.h"
 #include "params.h"
 #include "pool.h"
 #include "run.h"

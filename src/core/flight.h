@@ -7,9 +7,11 @@
 #ifndef FSDPI_CORE_FLIGHT_H
 #define FSDPI_CORE_FLIGHT_H
 
-#include "macros.h"
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
+#include "../base/text.h"
 #include "objects.h"
-#include "os.h"
 
 #include <stdio.h>
 #include <string.h>

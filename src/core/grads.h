@@ -20,7 +20,7 @@
 #include "gather.h"
 #include "guard.h"
 #include "layout.h"
-#include "macros.h"
+#include "../base/macros.h"
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"

@@ -10,7 +10,7 @@
 #include "error.h"
 #include "layout.h"
 #include "objects.h"
-#include "os.h"
+#include "../base/os.h"
 #include "run.h"
 
 /* The state of this file is fsdp_buf.guard: whether a buffer is open, or closed, that is poisoned.

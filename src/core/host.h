@@ -8,9 +8,9 @@
 #define FSDPI_CORE_HOST_H
 
 #include "alloc.h"
-#include "float.h"
-#include "macros.h"
-#include "reduce.h"
+#include "../base/float.h"
+#include "../base/macros.h"
+#include "../base/reduce.h"
 
 #include <math.h>
 #include <string.h>

@@ -7,9 +7,10 @@
 #ifndef FSDPI_CORE_LAUNCH_H
 #define FSDPI_CORE_LAUNCH_H
 
+#include "../base/os.h"
+#include "../base/text.h"
 #include "error.h"
 #include "objects.h"
-#include "os.h"
 
 #include <stdio.h>
 #include <stdlib.h>

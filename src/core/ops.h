@@ -9,7 +9,7 @@
 
 #include "error.h"
 #include "layout.h"
-#include "macros.h"
+#include "../base/macros.h"
 #include "objects.h"
 #include "run.h"
 #include "watch.h"

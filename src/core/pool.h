@@ -13,15 +13,16 @@
 #ifndef FSDPI_CORE_POOL_H
 #define FSDPI_CORE_POOL_H
 
+#include "../base/macros.h"
+#include "../base/os.h"
+#include "../base/text.h"
 #include "alloc.h"
 #include "error.h"
+#include "grad_path.h"
 #include "guard.h"
 #include "layout.h"
-#include "macros.h"
 #include "objects.h"
 #include "ops.h"
-#include "os.h"
-#include "grad_path.h"
 #include "run.h"
 #include "watch.h"
 

@@ -7,12 +7,13 @@
 #ifndef FSDPI_CORE_PREDICT_H
 #define FSDPI_CORE_PREDICT_H
 
+#include "../base/os.h"
+#include "../base/text.h"
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
 #include "model.h"
 #include "objects.h"
-#include "os.h"
 #include "pool.h"
 #include "report.h"
 #include "run.h"

@@ -10,12 +10,13 @@
 #ifndef FSDPI_CORE_REPLICAS_H
 #define FSDPI_CORE_REPLICAS_H
 
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
 #include "layout.h"
-#include "macros.h"
 #include "objects.h"
-#include "os.h"
 #include "pool.h"
 #include "run.h"
 #include "world.h"
@@ -53,22 +54,6 @@ static char *fsdpi_own_rows(const fsdp_unit *u, const fsdpi_param *p, size_t *nb
     *nbytes = (size_t)fsdpi_bytes(p->lay.local_numel, p->dtype);
     return fsdpi_flat_of(u, fsdpi_dtype_group_of(u, p))->shard->ptr +
            fsdpi_bytes(p->lay.shard_offset, p->dtype);
-}
-
-// Hashes bytes in four independent sums, so that memory is the limit and not the latency of a
-// product.
-static uint64_t fsdpi_hash_bytes(uint64_t h, const char *data, size_t nbytes) {
-    uint64_t lane[4] = {h, 1, 2, 3}, word[4];
-    for (; nbytes >= sizeof word; data += sizeof word, nbytes -= sizeof word) {
-        memcpy(word, data, sizeof word);
-        for (int i = 0; i < 4; i++) {
-            lane[i] = (lane[i] ^ word[i]) * 0x9E3779B97F4A7C15u;
-            lane[i] ^= lane[i] >> 29;
-        }
-    }
-    for (int i = 0; i < 4; i++) h = fsdpi_hash(h, lane[i]);
-    for (; nbytes > 0; data++, nbytes--) h = fsdpi_hash(h, (unsigned char)*data);
-    return h;
 }
 
 // Adds all rows of a unit to the hash *h. If the host cannot read them, copies them to `room` of

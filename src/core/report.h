@@ -7,12 +7,13 @@
 #ifndef FSDPI_CORE_REPORT_H
 #define FSDPI_CORE_REPORT_H
 
+#include "../base/os.h"
+#include "../base/text.h"
 #include "error.h"
+#include "grad_path.h"
 #include "grads.h"
 #include "layout.h"
 #include "objects.h"
-#include "os.h"
-#include "grad_path.h"
 
 #include <string.h>
 

@@ -8,13 +8,14 @@
 #ifndef FSDPI_CORE_RUN_H
 #define FSDPI_CORE_RUN_H
 
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
 #include "flight.h"
 #include "host.h"
-#include "macros.h"
 #include "objects.h"
-#include "os.h"
 #include "shard_math.h"
 #include "timeline.h"
 #include "watch.h"

@@ -10,8 +10,8 @@
 #include "alloc.h"
 #include "error.h"
 #include "objects.h"
-#include "os.h"
-#include "reduce.h"
+#include "../base/os.h"
+#include "../base/reduce.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -12,14 +12,15 @@
 #ifndef FSDPI_CORE_TEMPLATE_H
 #define FSDPI_CORE_TEMPLATE_H
 
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
 #include "error.h"
+#include "grad_path.h"
 #include "layout.h"
-#include "macros.h"
 #include "objects.h"
 #include "ops.h"
-#include "os.h"
 #include "pool.h"
-#include "grad_path.h"
 #include "run.h"
 #include "unit.h"
 

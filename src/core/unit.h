@@ -11,15 +11,16 @@
 #ifndef FSDPI_CORE_UNIT_H
 #define FSDPI_CORE_UNIT_H
 
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
+#include "grad_path.h"
 #include "layout.h"
-#include "macros.h"
 #include "mesh.h"
 #include "objects.h"
-#include "os.h"
 #include "pool.h"
-#include "grad_path.h"
 #include "run.h"
 #include "shard_math.h"
 

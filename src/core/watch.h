@@ -10,10 +10,11 @@
 #ifndef FSDPI_CORE_WATCH_H
 #define FSDPI_CORE_WATCH_H
 
+#include "../base/macros.h"
+#include "../base/os.h"
+#include "../base/text.h"
 #include "flight.h"
-#include "macros.h"
 #include "objects.h"
-#include "os.h"
 
 /* Offers a call to the extensions, after the flight record has noted it. Returns the extension that
    answered the call, with the result in *status, or NULL. If an extension makes calls in its

@@ -9,6 +9,9 @@
 #ifndef FSDPI_CORE_WORLD_H
 #define FSDPI_CORE_WORLD_H
 
+#include "../base/hash.h"
+#include "../base/os.h"
+#include "../base/text.h"
 #include "alloc.h"
 #include "backends.h"
 #include "error.h"
@@ -18,7 +21,6 @@
 #include "mesh.h"
 #include "model.h"
 #include "objects.h"
-#include "os.h"
 #include "report.h"
 #include "run.h"
 #include "shard_math.h"

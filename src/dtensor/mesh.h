@@ -7,6 +7,7 @@
 #ifndef FSDPI_DTENSOR_MESH_H
 #define FSDPI_DTENSOR_MESH_H
 
+#include "../base/hash.h"
 #include "route.h"
 #include "spec.h"
 
@@ -93,23 +94,6 @@ struct fsdp_dmesh {
     fsdp_redistribution *redistributions;
     fsdp_extension extension;
 };
-
-static uint64_t fsdpi_dt_mix(uint64_t h, uint64_t x) { // splitmix64 with a running value
-    h = (h ^ x) * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
-    return h ^ (h >> 31);
-}
-
-static uint64_t fsdpi_dt_hash(uint64_t h, const void *data, int64_t bytes) {
-    const unsigned char *at = (const unsigned char *)data;
-    for (; bytes >= 8; bytes -= 8, at += 8) {
-        uint64_t word;
-        memcpy(&word, at, 8);
-        h = fsdpi_dt_mix(h, word);
-    }
-    for (; bytes > 0; bytes--) h = fsdpi_dt_mix(h, *at++);
-    return h;
-}
 
 static fsdp_status fsdpi_dt_alloc(fsdp_model *m, size_t bytes, void **out) {
     return fsdp_alloc(m, FSDP_MEMORY_HOST, (int64_t)bytes, "dtensor: a table", out);
@@ -256,7 +240,7 @@ static uint64_t fsdpi_dt_ranks_over(const fsdp_mesh *mesh, const int32_t *ranks,
             is_in &= dims >> d & 1 || rest % fsdp_mesh_size(mesh, d) == fsdp_mesh_rank(mesh, d);
             rest /= fsdp_mesh_size(mesh, d);
         }
-        if (is_in) set += fsdpi_dt_mix(4, (uint64_t)ranks[i]);
+        if (is_in) set += fsdpi_hash(4, (uint64_t)ranks[i]);
     }
     return set;
 }
@@ -390,11 +374,11 @@ static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp
     int32_t *at = numbers + FSDP_MAX_DIMS;
     at[0] = dm->ndim, at[1] = dm->tp, at[2] = dm->shard, at[3] = dm->replicate;
     at[4] = d->overlap != 0, at[5] = d->links.greedy << 1 | d->links.no_all_to_all;
-    uint64_t hash = fsdpi_dt_hash(1, numbers, sizeof numbers);
-    hash = fsdpi_dt_hash(hash, &d->staging_bytes, sizeof d->staging_bytes);
-    hash = fsdpi_dt_hash(hash, &d->links.base_us, sizeof(double));
-    hash = fsdpi_dt_hash(hash, d->links.hop_us, sizeof d->links.hop_us);
-    hash = fsdpi_dt_hash(hash, d->links.gbytes_per_s, sizeof d->links.gbytes_per_s);
+    uint64_t hash = fsdpi_hash_bytes(1, numbers, sizeof numbers);
+    hash = fsdpi_hash_bytes(hash, &d->staging_bytes, sizeof d->staging_bytes);
+    hash = fsdpi_hash_bytes(hash, &d->links.base_us, sizeof(double));
+    hash = fsdpi_hash_bytes(hash, d->links.hop_us, sizeof d->links.hop_us);
+    hash = fsdpi_hash_bytes(hash, d->links.gbytes_per_s, sizeof d->links.gbytes_per_s);
     int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
     fsdp_status reached = fsdp_all_reduce(dm->world, NULL, values, 3, FSDP_I64, FSDP_MIN);
     if (reached || status) return reached ? reached : status;

@@ -7,6 +7,7 @@
 #ifndef FSDPI_DTENSOR_REDISTRIBUTE_H
 #define FSDPI_DTENSOR_REDISTRIBUTE_H
 
+#include "../base/hash.h"
 #include "mesh.h"
 #include "route.h"
 #include "spec.h"
@@ -182,11 +183,11 @@ static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
 // Hashes all that ranks must agree on, with the current sizes: other sizes may give the same number
 // of elements.
 static void fsdpi_dt_set_hash(fsdp_redistribution *r) {
-    r->hash = fsdpi_dt_hash(2, r->name, (int64_t)strlen(r->name));
-    r->hash = fsdpi_dt_hash(r->hash, &r->from, sizeof r->from);
-    r->hash = fsdpi_dt_hash(r->hash, &r->to, sizeof r->to);
-    r->hash = fsdpi_dt_hash(r->hash, &r->scale, sizeof r->scale);
-    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)r->desc_dtype);
+    r->hash = fsdpi_hash_bytes(2, r->name, strlen(r->name));
+    r->hash = fsdpi_hash_bytes(r->hash, &r->from, sizeof r->from);
+    r->hash = fsdpi_hash_bytes(r->hash, &r->to, sizeof r->to);
+    r->hash = fsdpi_hash_bytes(r->hash, &r->scale, sizeof r->scale);
+    r->hash = fsdpi_hash(r->hash, (uint64_t)r->desc_dtype);
 }
 
 // Reuses the route of an earlier redistribution between equal specs, or finds a new one.
@@ -605,7 +606,7 @@ static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t 
     for (int64_t at = 0; at < bytes && !status; at += (int64_t)sizeof chunk) {
         int64_t now = bytes - at < (int64_t)sizeof chunk ? bytes - at : (int64_t)sizeof chunk;
         status = fsdp_transfer(dm->model, chunk, (const char *)data + at, now);
-        *hash = fsdpi_dt_hash(*hash, chunk, now);
+        *hash = fsdpi_hash_bytes(*hash, chunk, (size_t)now);
     }
     return status;
 }

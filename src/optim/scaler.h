@@ -7,6 +7,7 @@
 #ifndef FSDPI_OPTIM_SCALER_H
 #define FSDPI_OPTIM_SCALER_H
 
+#include "../base/float.h"
 #include "kernels.h"
 #include "states.h"
 #include "updates.h"
@@ -34,7 +35,7 @@ struct fsdp_grad_scaler {
 #define FSDPI_SCALE_MAX 8.5070591730234616e+37 // 2^126
 
 static int fsdpi_scale_ok(double x) {
-    return !fsdpi_optim_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
+    return !fsdpi_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
 }
 
 // Returns the scale times a factor as f32, or the scale if the product is out of range.
@@ -48,7 +49,7 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
     const char *field = NULL, *expected = NULL;
     double given = 0;
     if (!fsdpi_scale_ok(s->scale)) field = "scale", given = s->scale, expected = "2^-126 .. 2^126";
-    else if (fsdpi_optim_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
+    else if (fsdpi_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
              !(s->growth_factor < HUGE_VAL))
         field = "growth_factor", given = s->growth_factor, expected = "a finite number > 1";
     else if (fsdpi_optim_bad(s->backoff_factor, 1) || s->backoff_factor == 0)
@@ -174,9 +175,9 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     if (status) return status;
     fsdp_grad_scaler_state s = {d.init_scale, d.growth_factor, d.backoff_factor, d.growth_interval,
                                 0};
-    if (!fsdpi_optim_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
-    if (!fsdpi_optim_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
-    if (!fsdpi_optim_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
+    if (!fsdpi_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
+    if (!fsdpi_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
+    if (!fsdpi_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
     if (s.growth_interval == 0) s.growth_interval = 2000;
     int memory = FSDP_MEMORY_HOST;
     char text[96];

@@ -7,6 +7,7 @@
 #ifndef FSDPI_OPTIM_STATES_H
 #define FSDPI_OPTIM_STATES_H
 
+#include "../base/float.h"
 #include "kernels.h"
 #include "updates.h"
 
@@ -72,7 +73,7 @@ typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_span *run, doub
                                fsdp_update *u);
 
 static int fsdpi_optim_bad(double x, double below) {
-    return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
+    return fsdpi_is_nan(x) || x < 0 || !(x < below);
 }
 
 // Reports a NULL argument. m: a model that was passed, or NULL.
@@ -93,7 +94,7 @@ static fsdp_status fsdpi_optim_ranges(fsdp_world *w, const char *what, const fsd
     fsdp_status status = FSDP_OK;
     char text[32] = "";
     for (; num > 0 && !status; num--, r++) {
-        if (!fsdpi_optim_is_nan(r->value) && r->value >= r->least && r->value < r->below) continue;
+        if (!fsdpi_is_nan(r->value) && r->value >= r->least && r->value < r->below) continue;
         if (r->below < FSDPI_OPTIM_FINITE) snprintf(text, sizeof text, " and < %g", r->below);
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "[E930] %s: %s is %g, expected a finite number >= %g%s", what, r->field,

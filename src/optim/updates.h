@@ -92,11 +92,4 @@ static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
     return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
 }
 
-static int fsdpi_optim_is_nan(double x) { // by bits: correct even with -Ofast
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    // equivalent compare: who asks refuses an infinity, too
-    return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
-}
-
 #endif // FSDPI_OPTIM_UPDATES_H

@@ -7,13 +7,14 @@
 #ifndef FSDPI_PLAN_REPLAY_H
 #define FSDPI_PLAN_REPLAY_H
 
+#include "../base/hash.h"
+#include "../base/os.h"
 #include "../core/error.h"
 #include "../core/extend.h"
 #include "../core/grads.h"
 #include "../core/guard.h"
 #include "../core/objects.h"
 #include "../core/ops.h"
-#include "../core/os.h"
 #include "../core/run.h"
 #include "../core/template.h"
 #include "../core/unit.h"

@@ -7,10 +7,11 @@
 #ifndef FSDPI_PLAN_SETTINGS_H
 #define FSDPI_PLAN_SETTINGS_H
 
-#include "../core/macros.h"
-#include "../core/objects.h"
-#include "../core/os.h"
+#include "../base/hash.h"
+#include "../base/macros.h"
+#include "../base/os.h"
 #include "../core/grad_path.h"
+#include "../core/objects.h"
 #include "../core/unit.h"
 #include "memory.h"
 

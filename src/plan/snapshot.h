@@ -12,7 +12,7 @@
 #include "../core/error.h"
 #include "../core/grads.h"
 #include "../core/guard.h"
-#include "../core/macros.h"
+#include "../base/macros.h"
 #include "../core/objects.h"
 #include "../core/grad_path.h"
 #include "../core/run.h"

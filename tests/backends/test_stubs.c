@@ -10,7 +10,7 @@
 #include "harness.h"
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "src/core/reduce.h"
+#include "src/base/reduce.h"
 #include "stubs/stub.h"
 
 #define CUDA(call) CHECK_STATUS(call, cudaSuccess)

@@ -1,6 +1,6 @@
 /* stub_nccl.c - NCCL on the host: ranks, which are threads or processes, share an anonymous file in
    which they show each other their data, and wait without limit, as NCCL does. Sums are the
-   library's own (src/core/reduce.h), in rank order. See stub.h. For tests only.
+   library's own (src/base/reduce.h), in rank order. See stub.h. For tests only.
 
    Ranks find each other by the id: it names a file descriptor of the process that made it, which
    the others open below /proc. Nothing is left, however a rank ends.
@@ -15,7 +15,7 @@
 
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "../../src/core/reduce.h"
+#include "../../src/base/reduce.h"
 
 #include <fcntl.h>       /* open */
 #include <pthread.h>     /* pthread_create, pthread_mutex_lock */

@@ -308,7 +308,7 @@ def test_make_install():
 def test_uninstall():
     where = f"DESTDIR={os.getcwd()}/stage PREFIX=/usr"
     make(f"install {where}")
-    check(os.path.exists("stage/usr/include/fsdp/src/core/dtype.h"), "nothing below DESTDIR")
+    check(os.path.exists("stage/usr/include/fsdp/src/base/dtype.h"), "nothing below DESTDIR")
     make(f"uninstall {where}")
     nothing_left()
 
@@ -322,7 +322,7 @@ def test_uninstall_from_a_path_with_blanks():
     with open("a/mine", "w", encoding="utf-8"), open("a b/stage/mine", "w", encoding="utf-8"):
         pass
     make(f"install {where}")
-    check(os.path.exists("a b/stage x/include/fsdp/src/core/dtype.h"), "nothing below DESTDIR")
+    check(os.path.exists("a b/stage x/include/fsdp/src/base/dtype.h"), "nothing below DESTDIR")
     check(os.access("a b/stage x/bin/fsdprun", os.X_OK), "no tools below DESTDIR")
     make(f"uninstall {where}")
     check(os.path.exists("a/mine") and os.path.exists("a b/stage/mine"), "a stranger's file is gone")

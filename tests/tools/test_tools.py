@@ -239,9 +239,9 @@ LISTED_PARTS = GOOD["docs/architecture.md"]
 
 
 def test_toc():
-    finds("toc", "the list of parts and the files of src/core/ differ in src/core/a.h",
+    finds("toc", "the list of parts and the files of src/core/ and src/base/ differ in src/core/a.h",
           docs_architecture_md=LISTED_PARTS.replace("src/core/a.h   the first one\n", ""))
-    finds("toc", "the list of parts and the files of src/core/ differ in src/core/gone.h",
+    finds("toc", "the list of parts and the files of src/core/ and src/base/ differ in src/core/gone.h",
           docs_architecture_md="src/core/gone.h   no file\n" + LISTED_PARTS)
     finds("toc", "the list of parts has src/core/b.h above src/core/backends.h, which it includes",
           docs_architecture_md="src/core/b.h   the other one\n" +
@@ -256,6 +256,9 @@ def test_extensions():
     finds("extensions", "fsdp_more.h: FSDPI_N is not its own, src/core/b.h has it",
           src_core_b_h=GOOD["src/core/b.h"] + "#define FSDPI_N 3\n",
           fsdp_more_h=GOOD["fsdp_more.h"] + "int x[FSDPI_N];\n")
+    base = {"src/base/z.h": "static int fsdpi_z(void);\n"}  # names of src/base/ are everyone's
+    with tree(fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_z();\n", also=base) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py extensions", cwd=root)
 
 
 def test_functions():
@@ -285,7 +288,7 @@ def test_other_names():
     finds("licence", "src/core/more.inc: no line SPDX", src_core_b_h=use, also=more)
     finds("licence", "tests/core/more.inc: no line SPDX", also={"tests/core/more.inc": "int x;\n"})
     finds("layers", "src/core/more.inc: does not begin with #ifndef FSDP_H", src_core_b_h=use, also=more)
-    finds("toc", "the files of src/core/ differ in src/core/more.inc", src_core_b_h=use, also=more)
+    finds("toc", "the files of src/core/ and src/base/ differ in src/core/more.inc", src_core_b_h=use, also=more)
     finds("extensions", "fsdp_more.h: fsdpi_z is not its own, src/core/more.inc has it",
           fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_z();\n", also={"src/core/more.inc": "int fsdpi_z();\n"})
     env = dict(os.environ, WARN="-Wall", CWARN="-Wall", FSDP_BUILD="build")

@@ -1,20 +1,19 @@
-/* core/os.h - the calls of the operating system (Linux), a lock, a hash, a text, the environment
+/* base/os.h - the calls of the operating system (Linux), a lock, the environment
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_OS_H
-#define FSDPI_CORE_OS_H
+#ifndef FSDPI_BASE_OS_H
+#define FSDPI_BASE_OS_H
 
+#include "hash.h"
 #include "macros.h"
+#include "text.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 
 // The few calls of the operating system that the library needs. Strict C99 hides some of them. The
 // library declares these under private names of the same symbols, and needs no feature macros.
@@ -142,35 +141,6 @@ static uint32_t *fsdpi_fork_word(uint32_t value) {
     return (uint32_t *)word;
 }
 
-static uint64_t fsdpi_hash_words(uint64_t h, const uint64_t *x, int count) {
-    for (int i = 0; i < count; i++) { // splitmix64 with a running value
-        h += x[i] + 0x9E3779B97F4A7C15ull;
-        h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
-        h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
-        h ^= h >> 31;
-    }
-    return h;
-}
-static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { return fsdpi_hash_words(h, &x, 1); }
-
-static uint64_t fsdpi_hash_text(const char *text) {
-    uint64_t h = 0;
-    for (; *text; text++) h = fsdpi_hash(h, (uint64_t)(unsigned char)*text);
-    return h;
-}
-
-// Copies a name. If it is longer than its room, "..." replaces its middle: names of units often
-// differ at their end.
-static void fsdpi_cut(char *to, size_t cap, const char *name) {
-    const size_t length = strlen(name), tail = (cap - 4) / 2;
-    if (length < cap) memcpy(to, name, length + 1);
-    else {
-        memcpy(to, name, cap - 4 - tail);
-        memcpy(to + cap - 4 - tail, "...", 3);
-        memcpy(to + cap - 1 - tail, name + length - tail, tail + 1);
-    }
-}
-
 // Returns 0 if the system has no random bits yet, soon after its start; it does not wait.
 static int fsdpi_random(void *out, size_t bytes) {
     return fsdpi_syscall(SYS_getrandom, out, bytes, 1 /* GRND_NONBLOCK */) == (long)bytes;
@@ -201,21 +171,6 @@ static uint64_t fsdpi_system_clock_id(void) {
     return fsdpi_hash(fsdpi_boot_id(), fsdpi_namespace("time"));
 }
 
-// A text that grows. As with snprintf, characters that do not fit are only counted.
-typedef struct fsdpi_text {
-    char *buf;
-    size_t cap, used;
-} fsdpi_text;
-
-static FSDP_PRINTF(2, 3) void fsdpi_text_add(fsdpi_text *t, const char *format, ...) {
-    size_t room = t->used < t->cap ? t->cap - t->used : 0;
-    va_list args;
-    va_start(args, format);
-    int wanted = vsnprintf(room ? t->buf + t->used : NULL, room, format, args);
-    va_end(args);
-    if (wanted > 0) t->used += (size_t)wanted;
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // The one reader of environment variables. An empty variable counts as not set. If a variable has a
 // wrong value, fsdp_init fails and names it.
@@ -242,4 +197,4 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
     return FSDP_ERR_INVALID_ARG;
 }
 
-#endif // FSDPI_CORE_OS_H
+#endif // FSDPI_BASE_OS_H

@@ -1,11 +1,11 @@
-/* core/dtype.h - the names and sizes of status codes and element types
+/* base/dtype.h - the names and sizes of status codes and element types
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_DTYPE_H
-#define FSDPI_CORE_DTYPE_H
+#ifndef FSDPI_BASE_DTYPE_H
+#define FSDPI_BASE_DTYPE_H
 
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
 #define FSDP_X(name, value, text) "FSDP_" #name,
@@ -38,4 +38,4 @@ FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype) {
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? names[dtype] : "?";
 }
 
-#endif // FSDPI_CORE_DTYPE_H
+#endif // FSDPI_BASE_DTYPE_H

@@ -1,11 +1,11 @@
-/* core/reduce.h - the one reduction: every loop over elements that casts, adds or scales
+/* base/reduce.h - the one reduction: every loop over elements that casts, adds or scales
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_REDUCE_H
-#define FSDPI_CORE_REDUCE_H
+#ifndef FSDPI_BASE_REDUCE_H
+#define FSDPI_BASE_REDUCE_H
 
 #include "dtype.h"
 #include "float.h"
@@ -377,4 +377,4 @@ FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void 
     return fsdp_cast_if_needed(dst, dtype, src, src_dtype, count);
 }
 
-#endif // FSDPI_CORE_REDUCE_H
+#endif // FSDPI_BASE_REDUCE_H

@@ -1,11 +1,11 @@
-/* core/macros.h - what compilers spell in different ways
+/* base/macros.h - what compilers spell in different ways
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_MACROS_H
-#define FSDPI_CORE_MACROS_H
+#ifndef FSDPI_BASE_MACROS_H
+#define FSDPI_BASE_MACROS_H
 
 #if defined(__clang__)
 #define FSDPI_NOINLINE __attribute__((noinline))
@@ -30,4 +30,4 @@
 #define FSDPI_HD
 #endif
 
-#endif // FSDPI_CORE_MACROS_H
+#endif // FSDPI_BASE_MACROS_H

@@ -1,4 +1,4 @@
-/* core/float.h - one element: conversions between floating dtypes, NaN and infinity
+/* base/float.h - one element: conversions between floating dtypes, NaN and infinity
 
    A part of fsdp.h, and of the CUDA kernels.
 
@@ -6,8 +6,8 @@
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_FLOAT_H
-#define FSDPI_CORE_FLOAT_H
+#ifndef FSDPI_BASE_FLOAT_H
+#define FSDPI_BASE_FLOAT_H
 
 #include "macros.h"
 
@@ -120,4 +120,4 @@ FSDPI_MERGED void fsdpi_put(void *dst, fsdp_dtype dtype, size_t i, float x) {
 
 FSDP_PRECISE_END
 
-#endif // FSDPI_CORE_FLOAT_H
+#endif // FSDPI_BASE_FLOAT_H
