@@ -62,8 +62,8 @@ typedef struct {
     int num_marks, num_hooks;
     uint32_t swallow;         /* ops that the extension takes, as bits 1u << kind */
     int replace;              /* call that the extension answers itself; -1: none */
-    fsdp_status answer;       /* status of the answer */
-    fsdp_extension extension; /* the attached extension */
+    fsdp_status answer;
+    fsdp_extension extension;
 } bed;
 
 static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -1664,7 +1664,6 @@ TEST_P(extension, states_round_trip, keepers) {
 
 /* ---- ops of an extension --------------------------------------------------------------------- */
 
-/* Updates and transfers are shown as ops, too. */
 TEST(extension, sees_updates_and_transfers) {
     bed b;
     fsdp_adamw *adamw;
