@@ -2,7 +2,7 @@
    make, and that counters and bytes are the sums over the ops.
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
-/* Other world sizes run in one process, which is fast. */
+/* One process plays any world, so that larger worlds are fast, too. */
 #define RANKS(n) ((n) == 4 || (n) == 5 ? MANY_RANKS : 0)
 #include "harness.h"
 #include "library.c"
