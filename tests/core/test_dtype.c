@@ -257,8 +257,8 @@ TEST_P(dtype, random_f64, halves) {
     h_message("%s: %lld values", row->name, (long long)cases);
 }
 
-/* Rounding is monotonous. Together with the half-way points that proves it for every f32: for
-   all on request, otherwise for random blocks. */
+/* Rounding is monotonic. Together with the half-way points that proves it for every f32: for all
+   on request, otherwise for random blocks. */
 TEST_P(dtype, monotonous, halves, SECONDS(300)) {
     static uint16_t out[BATCH];
     int all = getenv("FSDP_TEST_LONG") != NULL, blocks = all ? 0x7F80 : 400;

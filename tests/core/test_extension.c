@@ -2,7 +2,7 @@
    make, and that counters and bytes are the sums over the ops.
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
-/* Other world sizes run in one process, which is fast. */
+/* One process plays any world, so that larger worlds are fast, too. */
 #define RANKS(n) ((n) == 4 || (n) == 5 ? MANY_RANKS : 0)
 #include "harness.h"
 #include "library.c"
@@ -62,8 +62,8 @@ typedef struct {
     int num_marks, num_hooks;
     uint32_t swallow;         /* ops that the extension takes, as bits 1u << kind */
     int replace;              /* call that the extension answers itself; -1: none */
-    fsdp_status answer;       /* status of the answer */
-    fsdp_extension extension; /* the attached extension */
+    fsdp_status answer;
+    fsdp_extension extension;
 } bed;
 
 static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -1702,7 +1702,6 @@ TEST_P(extension, states_round_trip, keepers) {
 
 /* ---- ops of an extension --------------------------------------------------------------------- */
 
-/* Updates and transfers are shown as ops, too. */
 TEST(extension, sees_updates_and_transfers) {
     bed b;
     fsdp_adamw *adamw;

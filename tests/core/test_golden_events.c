@@ -154,7 +154,7 @@ typedef struct {
     int issuing;       /* ops of the gather are being issued; the state follows them */
     char state;        /* training state of the latest copy-in */
     int open;          /* a reduction that has not ended in this call */
-    double scale[2];   /* this call's copies into the sum, and out of it; 0: none yet */
+    double scale[2];   /* scales of this call's copies into the sum, and out of it; 0: none yet */
     char sum[TEXT];    /* dtype and elements of its partial sum */
     factors f;
 } unit;

@@ -822,7 +822,6 @@ TEST(mesh, eight_dims_cannot_be_split) {
     forget_splits(&f, 1);
 }
 
-/* Checks of a model's mesh. */
 TEST(mesh, refused_by_models) {
     static const int32_t square[2] = {2, 2}, cube[3] = {2, 1, 2}, some[2] = {0, 3};
     fake f, g;

@@ -372,7 +372,6 @@ TEST(shard, every_size) {
     h_message("%lld units", (long long)cases);
 }
 
-/* Every size along a dim that is not the first. */
 TEST(shard, every_size_along_dim_1) {
     static const int64_t around[][2] = {{1, 1}, {3, 1}, {2, 5}, {5, 2}};
     for (int64_t size = 0; size <= 40; size++)

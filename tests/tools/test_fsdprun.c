@@ -453,8 +453,8 @@ TEST(fsdprun, ignored_signals_stay_ignored) {
 
 /* ---- no process is left ---------------------------------------------------------------------- */
 
-/* Kinds of ranks, which run until "go" exists. Each of their processes prints "ready" at its
-   start. */
+/* Kinds of ranks, which run until "go" exists. Each rank prints "ready" when all its processes
+   run. */
 static const struct {
     const char *name, *script;
     int term; /* the status after TERM */
@@ -541,7 +541,6 @@ TEST(fsdprun, all_ignore_term, SLOW) {
     CHECK_EQ_INT(count("fsdprun:"), 1);
 }
 
-/* After TERM, ranks have more time to save than after a failure. */
 TEST(fsdprun, term_gives_more_time_than_a_failure, SLOW) {
     pid_t pid = start("-n", "2", "sh", "-c",
                       "trap 'sleep 2.5; echo saved; exit 0' TERM; echo ready;"
@@ -1456,7 +1455,6 @@ TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
     CHECK_EQ_INT(count("start=1"), 0);
 }
 
-/* A node that comes back learns the first failure from the others, and fails, too. */
 TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
     pid_t nodes[2];
     char text[100];

@@ -819,7 +819,6 @@ TEST(fsdptrace, contents, NO(NCCL)) {
     CHECK_MSG(says("No rank waits."), "%s", output);
 }
 
-/* A job that does not start, because a rank never comes. */
 TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
     char dir[400];
     snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
@@ -846,7 +845,6 @@ TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
               "%s", output);
 }
 
-/* Names, groups and entries, one by one. */
 TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     static const int32_t odd[] = {1, 3, 5}, any[] = {0, 1, 3}, one[] = {5};
     char dir[400], place[16] = "first", name[200], wants[FSDPI_FLIGHT_NAME];

@@ -160,7 +160,6 @@ TEST(gpt_cuda, muon) {
     }
 }
 
-/* The weights and their average, with a graph, too. */
 TEST(gpt_cuda, ema) {
     static const char *const options[] = {"--ema 0.8", "--ranks 2 --ema 0.8", "--graph --ema 0.8"};
     double loss[4][2];
@@ -348,7 +347,6 @@ TEST(gpt_cuda, graph_launches) {
     CHECK(survives("cudaGraphLaunch", STEPS - 1, STEPS, "--graph"));
 }
 
-/* With a graph, more steps allocate no more memory. */
 TEST(gpt_cuda, graph_allocates_nothing, AT_NIGHT(STUB)) {
     static const char *const functions[] = {"cudaMalloc", "cudaMallocHost"};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {

@@ -293,7 +293,6 @@ TEST_P(gpt_math, gradients, nets, row->cfg.channels > 100 ? AT_NIGHT(ASAN) : 0) 
     net_destroy(&n);
 }
 
-/* A second backward adds the same gradients once more. */
 TEST(gpt_math, gradients_accumulate) {
     net n;
     uint64_t state = h_seed();
@@ -319,7 +318,6 @@ TEST(gpt_math, gradients_accumulate) {
     net_destroy(&n);
 }
 
-/* A later token changes nothing before it. */
 TEST(gpt_math, attention_is_causal) {
     net n;
     uint64_t state = h_seed();
