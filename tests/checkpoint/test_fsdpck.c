@@ -1,7 +1,7 @@
 /* test_fsdpck.c - checkpoints without a world: the reader, verify and export of fsdp_checkpoint.h,
    compared with the golden directories of PyTorch and transformers; damage of every byte; file
-   calls that fail; and tools/fsdpck with every verb and exit status. The tool under test is $FSDPCK, or
-   tools/fsdpck.
+   calls that fail; and tools/fsdpck with every verb and exit status. The tool under test is
+   $FSDPCK, or tools/fsdpck.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
