@@ -396,9 +396,9 @@ typedef struct dir_case {
     const char *name;
     /* names and contents of files; values are 1, 2, ...; 11, 12, ... */
     const char *files[6], *letters[6];
-    const char *index, *map;           /* of these files; may name missing ones */
-    const char *text;                  /* expected error; NULL: none */
-    const char *values;                /* "a=1 b=2": expected values */
+    const char *index, *map; /* of these files; may name missing ones */
+    const char *text;        /* expected error; NULL: none */
+    const char *values;      /* "a=1 b=2": expected values */
 } dir_case;
 #define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
 #define U       "diffusion_pytorch_model"

@@ -332,7 +332,7 @@ typedef struct {
     fsdp_adamw *adamw;
     fsdp_trace *trace;
     int64_t work[PLAN_CALLS + 4]; /* caller's work after each call; then finalize, clip, adamw */
-    int clips;    /* 2: the norm is read, which is an operation of the world */
+    int clips;                    /* 2: the norm is read, which is an operation of the world */
     int from_0;   /* traced from step 0 on, where numbers of the world and of the model are close */
     int gathered; /* parameters stay gathered after backward */
     int ahead;    /* forward prefetches the next unit */
