@@ -35,7 +35,7 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
     note(comm, base);
     return ncclCommWindowRegister(comm, base, size, window, flags);
 }
-/* Elements of each gather so far, per thread that makes a world. */
+/* Elements of each gather so far. */
 static int num_gathers;
 static size_t sizes_gathered[64];
 static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclDataType_t type,
