@@ -536,8 +536,7 @@ static void gather_ints(rank_state *s, fsdp_comm *comm, int index, int size, int
     c.src = src, c.dst = dst, c.segs = &seg, c.num_segs = 1, c.count = (uint64_t)count;
     for (int32_t i = 0; i < count; i++) src[i] = base + index * 1000 + i;
     OK_ON(s, comm, s->ops->run(comm, &c));
-    for (int32_t i = 0; i < count; i++)
-        src[i] = -1; /* allowed as soon as run returns */
+    for (int32_t i = 0; i < count; i++) src[i] = -1; /* allowed as soon as run returns */
     for (int k = 0; k < size; k++)
         for (int32_t i = 0; i < count; i++) CHECK_EQ_INT(dst[k * count + i], base + k * 1000 + i);
 }

@@ -153,8 +153,8 @@ typedef struct os_fault {
 static struct {
     uint64_t seed, rng, order, digest;
     int64_t now, limit, cut_until[OS_HOSTS], cut_for[OS_HOSTS];
-    int64_t latency, jitter; /* ns, between hosts */
-    int parts, interrupts, yields, slow_names;                /* 1 in N calls; 0: never */
+    int64_t latency, jitter;                   /* ns, between hosts */
+    int parts, interrupts, yields, slow_names; /* 1 in N calls; 0: never */
     os_task tasks[OS_TASKS];
     os_proc procs[OS_PROCS];
     os_fault faults[OS_FAULTS];

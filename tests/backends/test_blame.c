@@ -71,8 +71,7 @@ static void check(const fsdpi_blame *b, unsigned missing) {
     }
     if (silent) CHECK(b->ring.begin < 0 || total > 0);
     if (b->ring.begin < 0) {
-        int unknown =
-            0; /* none is named: each chain ends at a rank whose wait is unknown */
+        int unknown = 0; /* none is named: each chain ends at a rank whose wait is unknown */
         for (int r = 1; r < W; r++)
             unknown |= known[r].state == FSDPI_PEER_JOINED && known[r].busy == 1 &&
                        leads(0, r, missing);

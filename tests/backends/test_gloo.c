@@ -49,11 +49,11 @@ enum {
 
 /* One rank's use of the transport; the call that fails, and how. */
 typedef struct {
-    uint64_t bytes;                             /* passed to send */
-    int64_t devices, contexts, buffers;         /* open now */
-    int64_t overlaps, overlapped;               /* now; since the start */
-    int64_t calls[CALLS];                       /* since the start */
-    int fail, with, failed, is_fake;            /* is_fake: there is no transport */
+    uint64_t bytes;                     /* passed to send */
+    int64_t devices, contexts, buffers; /* open now */
+    int64_t overlaps, overlapped;       /* now; since the start */
+    int64_t calls[CALLS];               /* since the start */
+    int fail, with, failed, is_fake;    /* is_fake: there is no transport */
     /* number of the call of `fail` that fails, from 1 */
     int64_t fail_at;
     size_t least_buffer, most_buffer, received; /* buffer sizes in bytes; bytes received */

@@ -1449,8 +1449,7 @@ static void failed_cycles(job *j, int rank) {
         fsdp_world_desc d = desc_of(j, rank);
         fsdp_world *world;
         w_heap_use(&heap, &d);
-        fsdp_status status = fsdp_init(&d,
-                                       &world); /* may fail: a faster rank may have aborted */
+        fsdp_status status = fsdp_init(&d, &world); /* may fail: a faster rank may have aborted */
         const char *text = fsdp_last_error(NULL);
         if (!status && rank == i % j->world) fsdp_abort(world, "enough");
         if (!status) status = fsdp_barrier(world), text = fsdp_last_error(world);
@@ -1584,8 +1583,7 @@ static void few_descriptors(job *j, int rank) {
     (void)fsdp_shutdown(world);
     CHECK(open("/dev/null", O_RDONLY) >= 0 || !*(const int *)j->extra);
     at(j, rank, AT_END);
-    _exit(
-        0); /* no leak checker: it needs descriptors, and Gloo loses an address if it has none */
+    _exit(0); /* no leak checker: it needs descriptors, and Gloo loses an address if it has none */
 }
 TEST(gloo_faults, descriptors_run_out) {
     for (int turn = 0; turn < 3; turn++) {

@@ -35,7 +35,7 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
     note(comm, base);
     return ncclCommWindowRegister(comm, base, size, window, flags);
 }
-/* Elements of each gather so far, per thread that makes a world. */
+/* Elements of each gather so far. */
 static int num_gathers;
 static size_t sizes_gathered[64];
 static ncclResult_t noted_gather(const void *src, void *dst, size_t count, ncclDataType_t type,
@@ -769,8 +769,7 @@ static void registered(int rank, int world, void *arg) {
         end_by_failure(&j, rank);
         return;
     }
-    fsdp_model_destroy(
-        j.m.model); /* registered memory must not be freed: the stub aborts */
+    fsdp_model_destroy(j.m.model); /* registered memory must not be freed: the stub aborts */
     CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS) + stub_live(STUB_WINDOWS), 0);
     finish(&j);
     CHECK_EQ_INT(stub_count("ncclMemAlloc"), stub_count("ncclMemFree"));
@@ -1990,7 +1989,7 @@ static const struct {
 static const struct {
     const char *name;
     int world, code[2];
-/* on NCCL's errors 2 and 3 the library waits for a cause */
+    /* on NCCL's errors 2 and 3 the library waits for a cause */
 } quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 5}}};
 
 static void make_board(void) {

@@ -145,7 +145,7 @@ TEST(nccl_faults, undisturbed) {
 
 /* number of the call that the victim does not make; 0: it makes all */
 static int odd_init, odd_split;
-static int dies;                /* 1: it dies there; 0: it hangs */
+static int dies; /* 1: it dies there; 0: it hangs */
 
 /* Replaces a call of NCCL in the victim, in the thread of that call. */
 static void odd_call(int *left) {

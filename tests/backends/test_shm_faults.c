@@ -596,7 +596,8 @@ TEST(shm_faults, rank_missing_at_open, SLOW) {
     }
 }
 
-/* Rank 0 makes the file; if another rank cannot map it, all get an error. */
+/* Files of one rank may not grow. If it is rank 0, which makes the world's file, its open fails; if
+   it is rank 1, all ranks get its error. */
 static void files_may_not_grow(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     struct rlimit limit = {1, RLIM_INFINITY};

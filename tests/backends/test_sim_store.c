@@ -424,7 +424,7 @@ static void plan_soft(job *j) {
         os_fault *f = os_plan(os_one_in(4) && j->hosts > 1 ? OS_CUT : OS_STOP, someone(j));
         f->at = sometime(j);
         f->length = os_between(OS_MS, shortest / 8); /* deadline of both jobs: a cut hits a host */
-        f->count = 0; /* must not matter */
+        f->count = 0;                                /* must not matter */
     }
 }
 

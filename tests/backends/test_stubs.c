@@ -1481,7 +1481,7 @@ static void crosses(int rank, int world, void *arg) {
     if (rank == 0) launch(s, NULL, NULL, 0, 0, &gate);
     NCCL_OK(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, a, s));
     h_mark(0);
-    h_await_marks(0, 2); /* before this, rank 1 issues nothing */
+    h_await_marks(0, 2);                 /* before this, rank 1 issues nothing */
     if (rank == 1) await_begun(rank, 1); /* the first one */
     NCCL_OK(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, b, t));
     if (rank == 0 && !room_orders[row].keeps) await_begun(rank, 2); /* the second one */

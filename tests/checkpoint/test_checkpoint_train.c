@@ -530,7 +530,7 @@ TEST(long_checkpoint_slow, open, NIGHT) { on_hasty(3, slow_body, &slow_calls[4])
 static const struct stall {
     const char *name, *call;
 } stalls[] = {{"save", "write"}, {"load", "read"}};
-static int calls_behind; /* later calls, without close */
+static int calls_behind; /* rank 1's calls in the save or load, without close */
 static int hang(ck_files *f, const char *call, const char *path) {
     const struct stall *s = (const struct stall *)f->user;
     (void)path;

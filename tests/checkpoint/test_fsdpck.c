@@ -1,7 +1,7 @@
 /* test_fsdpck.c - checkpoints without a world: the reader, verify and export of fsdp_checkpoint.h,
    compared with the golden directories of PyTorch and transformers; damage of every byte; file
-   calls that fail; and tools/fsdpck with every verb and exit status. The tool under test is $FSDPCK, or
-   tools/fsdpck.
+   calls that fail; and tools/fsdpck with every verb and exit status. The tool under test is
+   $FSDPCK, or tools/fsdpck.
 
    SPDX-License-Identifier: MIT */
 #define TAGS AT_NIGHT(ASAN)
@@ -396,9 +396,9 @@ typedef struct dir_case {
     const char *name;
     /* names and contents of files; values are 1, 2, ...; 11, 12, ... */
     const char *files[6], *letters[6];
-    const char *index, *map;           /* of these files; may name missing ones */
-    const char *text;                  /* expected error; NULL: none */
-    const char *values;                /* "a=1 b=2": expected values */
+    const char *index, *map; /* of these files; may name missing ones */
+    const char *text;        /* expected error; NULL: none */
+    const char *values;      /* "a=1 b=2": expected values */
 } dir_case;
 #define M(i, n) "model-0000" #i "-of-0000" #n ".safetensors"
 #define U       "diffusion_pytorch_model"

@@ -40,7 +40,7 @@ typedef struct tp_net {
     const char *name;
     int replicas, shards, tp, stages, tp_first; /* sizes of mesh dims; 0: no such dim */
     int blocks, sp;
-    int64_t tokens, d, hidden, vocab; /* tokens: of each rank that has its own data */
+    int64_t tokens, d, hidden, vocab;               /* tokens: of each rank that has its own data */
     int micro, no_sync, recompute, raf, given_mesh; /* given_mesh: the model gets a mesh_info */
     fsdp_dtype param_dtype, reduce_dtype;
     double clip_p, max_norm; /* clip_p 0: no clipping */
@@ -65,7 +65,7 @@ typedef struct tp_rank {
     fsdp_sgd *sgd;
     /* index of the data, and of the part in that mesh dim */
     int data, num_data, tp, num_tp, tp_dim;
-    int64_t first, rows;                    /* this rank's tokens, if the sequence is sharded */
+    int64_t first, rows; /* this rank's tokens, if the sequence is sharded */
     int64_t hidden, vocab, vocab_first;
     fsdp_redistribution *gather, *gather_back, *scatter, *scatter_back, *max, *sums;
     float *h[TP_BLOCKS + 1], *full[TP_BLOCKS], *z[TP_BLOCKS], *s[TP_BLOCKS];

@@ -570,8 +570,8 @@ typedef struct counts_row {
     int ranks;
     int ndim;
     int64_t shape[3];
-    int op;                                               /* op of P */
-    const char *private_, *shared, *inside;               /* ops of most ranks */
+    int op;                                 /* op of P */
+    const char *private_, *shared, *inside; /* ops of most ranks */
     /* ops of the last rank; NULL: as on the others */
     const char *last_private, *last_shared, *last_inside;
     int64_t count; /* elements of the collective; 0: there is none */

@@ -1222,7 +1222,7 @@ static void same_mesh_body(rig *r) {
             fsdp_redistribution_desc *d = (fsdp_redistribution_desc *)lab_zeros(1, sizeof *d);
             const int32_t size = fsdp_mesh_size(mesh, 0);
             const int64_t shape[2] = {4, 4};
-            char name[2] = {'x', 0};                       /* compared by content */
+            char name[2] = {'x', 0}; /* compared by content */
             /* fields that a kind does not use are ignored */
             memset(place, kind ? 0 : 0x5a, sizeof *place);
             place->kind = FSDP_REPLICATE;
@@ -1426,7 +1426,7 @@ typedef struct simple {
     int64_t full, wide; /* rows of a gathered input; this rank's columns of 16 */
     fsdp_unit *rest, *mlp[LAYERS];
     fsdp_redistribution *in[LAYERS], *out[LAYERS], *slice, *back_slice, *back_in, *back_out;
-    float *x, *dout; /* inputs of this rank */
+    float *x, *dout;                                                     /* inputs of this rank */
     float *act[LAYERS], *y[LAYERS], *part, *result, *dfull, *dmid, *dy0; /* as they are sent */
     float *h[LAYERS], *dh;
     float *whole[LAYERS][KINDS], *want[LAYERS][KINDS], *want_out; /* results of one process */

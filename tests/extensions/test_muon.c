@@ -554,8 +554,7 @@ static void check_plan(lab_rank *r) {
     }
     CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.flights : 0);
     CHECK_EQ_INT((int64_t)bytes, 2 * (ranks - 1) * e.sent * size);
-    if (!strcmp(row->name, "equal") && 12 % ranks == 0 &&
-        e.num % ranks == 0) /* the minimum */
+    if (!strcmp(row->name, "equal") && 12 % ranks == 0 && e.num % ranks == 0) /* the minimum */
         CHECK_EQ_INT((int64_t)bytes * ranks * ranks, 2 * (ranks - 1) * e.num * 12 * 8 * size);
     CHECK_EQ_INT(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL), 2 * 5 * mine);
     /* bucket i+1 is sent before bucket i is computed */

@@ -1038,7 +1038,7 @@ static void used_once(job *j) {
                      several && steps[n].sends);
         CHECK_EQ_INT(lab_count_ops(&j->log, from, FSDP_OP_WAIT, label, NULL), several && waits);
         for (int i = 0; i < 2 && steps[n].sync; i++) { /* the first steps left no gradient */
-            const int kept = n == 5; /* from the earlier step without sync */
+            const int kept = n == 5;                   /* from the earlier step without sync */
             const int has = steps[n].writes[i] == -1 || steps[n].writes[i] >= 0 || kept;
             if (several) CHECK_EQ_INT(view_of(j, chosen[i]).shard_grad != NULL, has);
         }

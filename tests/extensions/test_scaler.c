@@ -548,8 +548,7 @@ static void wrong_order(job *j) {
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler), "already called");
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0);
     fsdp_param_view v = lab_view(j->w, j->unit[0], 0);
-    if (v.numel)
-        /* divided once */
+    if (v.numel) /* divided once */
         CHECK(lab_bits(lab_get(v.shard_grad, FSDP_F32, 0)) == lab_bits(3.0 / 65536));
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);

@@ -39,8 +39,8 @@ enum {
     STUB_WINDOWS_WORK, /* 0: ncclCommWindowRegister succeeds without a window. Default 1 */
     /* 1: the host gets signal 11 when it accesses new device memory while no op runs */
     STUB_PROTECT,
-    STUB_DRIVER,  /* 1: while a cudaFree waits for the device, cudaEventQuery also waits */
-    STUB_KEEPS,   /* 1: ncclCommDeregister and ncclCommWindowDeregister do not return */
+    STUB_DRIVER, /* 1: while a cudaFree waits for the device, cudaEventQuery also waits */
+    STUB_KEEPS,  /* 1: ncclCommDeregister and ncclCommWindowDeregister do not return */
     /* 1: kernels, also NCCL's, have ended on return; copies and fills have not */
     STUB_BLOCKING,
     STUB_LAZY,           /* 1: the first launch of a kernel waits for the device. Default 1 */

@@ -22,7 +22,7 @@ enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8, KERNELS = 5
 /* The body of an op. A graph keeps it and runs it many times. */
 typedef struct work {
     const char *name;
-    void (*body)(void *arg);    /* may be NULL */
+    void (*body)(void *arg); /* may be NULL */
     void *arg;
     void (*release)(void *arg); /* called after the last run; may be NULL */
 } work;
