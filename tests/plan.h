@@ -232,7 +232,7 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
     memset(b, 0, sizeof *b);
     b->net = net, b->w = w;
     if (net->replicas) {
-        fsdp_mesh *mesh;
+        fsdp_mesh *mesh = NULL;
         fsdp_mesh_desc d = FSDP_ZERO;
         int size = fsdp_world_size(w);
         d.ndim = 2, d.shape[0] = net->replicas, d.shape[1] = size / net->replicas;

@@ -1252,7 +1252,7 @@ static void deferred(const deferral *want) {
     for (int step = 0; step < STEPS; step++) {
         for (int micro = 0; micro < MICROBATCHES; micro++) {
             const int last = micro + 1 == MICROBATCHES;
-            fsdp_counters was, now;
+            fsdp_counters was = FSDP_ZERO, now = FSDP_ZERO;
             CALL(w, fsdp_set_requires_gradient_sync(x->m, NULL, last));
             CALL(w, fsdp_model_counters(x->m, &was));
             for (int u = 0; u < g.num_units; u++) lab_forward(w, x->unit[u]);
