@@ -141,19 +141,6 @@ enum { FSDP_PLAN_TEXT_DECISIONS = 0, FSDP_PLAN_TEXT_OPS = 1 };
 FSDP_API int fsdp_plan_count(const fsdp_plan *plan);
 FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char *buf, size_t cap);
 
-/* fsdp_plan_load - take a plan from text instead of a recorded step: memory is known, and the proof
-   made, before the first step. Decisions may have been edited; ops in the text have to be those
-   that follow from them
-   Result      FSDP_OK; INVALID_ARG (line and column, what was expected; or the two lines of a
-               refutation), INVALID_STATE (a step is under way, a unit is not idle, steps are
-               REFUSED), MISMATCH (another model, world or mode: what differs; other ranks gave
-               another text), CORRUPT (its end is missing, or its hash is wrong), OUT_OF_MEMORY
-               (bytes needed and allowed; or another rank has failed). Nothing changes then; but if
-               a rank has no memory for the slots, all plans are dropped
-   Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
-                                                    size_t length);
-
 // [0]: by calls, [1]: by the plan.
 typedef struct fsdp_plan_report {
     int32_t calls, forward_calls, units, buckets; // of the program; joined collectives
@@ -183,18 +170,14 @@ enum {
 };
 typedef struct fsdp_plan_proof {
     int32_t refuted;                       // FSDP_PROOF_*
-    int32_t ranks, programs;               // looked at; different ones among them
     int64_t ops, accesses, waits, waits_implied, comms, buffers, bytes;
     char text[512];                        // refuted: two lines, the counterexample; else one line
 } fsdp_plan_proof;
 
-/* fsdp_plan_prove       - the proof that was made before the plan ran: again, with its numbers
-   fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
-   texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
-   Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
-   Collective  no      Blocks no      Allocates temporary tables      Thread any (prove_texts) */
+/* fsdp_plan_prove - make again the proof that was made before the plan ran, with its numbers
+   Result      FSDP_OK, also when refuted; INVALID_ARG, OUT_OF_MEMORY
+   Collective  no      Blocks no      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan_proof *out);
-FSDP_API fsdp_status fsdp_plan_prove_texts(const char *const *texts, int num, fsdp_plan_proof *out);
 
 typedef struct fsdp_plan_times {
     int64_t step_ns, compute_ns, bound_ns;  // bound: no order of these ops is faster
@@ -229,6 +212,4 @@ FSDP_API const char *fsdp_pass_name(int pass);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED)
 #define FSDP_PLAN_IMPLEMENTED
 #include "src/plan/api.h"
-#include "src/plan/load.h"
-#include "src/plan/ranks.h"
 #endif // FSDP_IMPLEMENTATION

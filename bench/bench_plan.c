@@ -11,7 +11,7 @@
                calls, in buckets of 4, 8 and 16 units whose parameters are freed as by calls, and
                with the defaults. The caller only adds to gradients
    --making    what finalize of the recorded step takes more than that of others, by number of units
-   --prove     what the proof takes, which is a part of that, and is made for each text that is loaded
+   --prove     what the proof takes, which is a part of that
    Without any of them: all. All ways of a table take turns, step by step, in one order and its
    reverse, so that other work of the machine hits them alike; times are medians. The steps of all ways have to leave the same bits.
    Writes $FSDP_BUILD/bench_plan_host.csv, bench_plan.csv, bench_plan_making.csv and

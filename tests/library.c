@@ -13,6 +13,7 @@
 #include "fsdp_replicate.h"
 #include "fsdp_compress.h"
 #include "library.h"
+#include "plan/plan_parse.h"
 
 const fsdp_device_ops *lib_host_ops(void) { return fsdpi_host_ops(); }
 void lib_host_update(const fsdp_update *u) { fsdpi_optim_host_update(u); }

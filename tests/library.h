@@ -39,5 +39,6 @@ fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);
 const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // frozen shards
 uint32_t lib_crc32c_by_table(uint32_t crc, const void *data, int64_t nbytes);
 int lib_has_crc32c(void); // fsdp_crc32c uses an instruction
+int lib_plan_prove(const char *text, fsdp_plan_proof *out); // plan/plan_parse.h
 
 #endif

@@ -422,7 +422,7 @@ gate_fuzz() { # NAME
     rm -rf "$dir" && mkdir -p "$dir"/{seeds,corpus,least}
     clang -std=c99 -g -O1 -I. -Itests -fsanitize=fuzzer,address,undefined \
         -fno-sanitize-recover=all tests/*/"fuzz_$1.c" $library -o "$dir/fuzz" -pthread -lm
-    FSDP_FUZZ_SEEDS=$dir/seeds FUZZ_PLAN_SEEDS=$dir/seeds "$dir/fuzz" -runs=1
+    FSDP_FUZZ_SEEDS=$dir/seeds "$dir/fuzz" -runs=1
     [ ! -e "$known" ] || tools/fuzz_corpus unpack "$known" "$dir/seeds"
     ASAN_OPTIONS=quarantine_size_mb=4 "$dir/fuzz" -max_len=8192 -close_fd_mask=3 \
         -artifact_prefix="$dir/" -max_total_time="${FUZZ_SECONDS:-600}" "$dir/corpus" "$dir/seeds"

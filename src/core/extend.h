@@ -270,7 +270,7 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
              device ? " on device " : "", device ? w->device_ops->name : "");
     return fsdpi_alloc_failed(
-        model, status, memory != FSDP_MEMORY_DEVICE || fsdpi_is_host(w), nbytes, nbytes, text,
+        model, status, nbytes, text,
         device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 

@@ -62,14 +62,13 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
             (long long)d->direct_min, (long long)d->fill_bytes, (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
-    if (d->direct_min == 0) d->direct_min = 65536;
+    if (d->direct_min == 0) d->direct_min = FSDPI_DIRECT_MIN;
     if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
     return FSDP_OK;
 }
 
-// The public function is in predict.h.
-static fsdp_status fsdpi_model_create(fsdp_world *world, const fsdp_model_desc *desc,
-                                      fsdp_model **model) {
+FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+                                       fsdp_model **model) {
     fsdp_model_desc d;
     if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;

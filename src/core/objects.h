@@ -17,6 +17,7 @@
 #include "grad_path.h"
 
 #define FSDPI_TEXT 1024
+enum { FSDPI_DIRECT_MIN = 65536 }; // default of fsdp_model_desc.direct_min, in bytes
 
 typedef struct fsdpi_worker fsdpi_worker;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
@@ -362,7 +363,6 @@ struct fsdp_model {
     fsdp_block *norm_blocks;     // 2 * num_params: those of the norm, then those that clip scales
     fsdpi_attached *attached;    // list of extensions, in the order of their calls
     const fsdpi_attached *offered_to; // extension whose `call` is running, or NULL
-    void (*explain)(const fsdp_model *m, int64_t extra, fsdpi_text *t); // see predict.h
     uint8_t listeners; // FSDPI_LISTEN_CALLS, ...: callbacks that at least one extension has
     fsdpi_names labels, pools;
     uint64_t settings; // hash of all options, kept by plans; 0: one has changed since

@@ -47,19 +47,78 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// Fails because memory cannot be allocated. The text has, within 400 characters and the rank among
-// them, `what`, the holders of memory and a remedy (m->explain); then `reason`, the allocator's own
-// text. is_host: 1 if the host's allocator has failed. m->explain needs tables from that allocator,
-// so it then runs only if `wanted` is larger than twice the model's tables.
-static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status, int is_host,
-                                                     int64_t wanted, int64_t extra,
-                                                     const char *what, const char *reason) {
+// Returns 1 if the options of tools/fsdpfit describe the model. Sets *stored to its stored dtype.
+// In a model that reshards, one unit may never do so: it is the unit `root` of the tool.
+static int fsdpi_is_uniform(const fsdp_model *m, fsdp_dtype *stored) {
+    const fsdp_model_desc *d = &m->desc;
+    int uniform = m->num_units > 0 && !m->mixed && !d->grad_dtype && !d->implicit_prefetch &&
+                  !d->prefetch_bytes && d->direct_min == FSDPI_DIRECT_MIN &&
+                  m->info.shard_mesh_size * m->info.replicate_mesh_size == m->world->size;
+    *stored = m->num_units ? m->units[0]->params[0].dtype : FSDP_F32;
+    for (int i = 0, roots = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        const int reshard = u->options.reshard_after_forward;
+        if (reshard != d->reshard_after_forward)
+            uniform &= reshard == FSDP_RESHARD_NEVER && !roots++;
+        uniform &= u->desc.policy_dtype == d->param_dtype &&
+                   u->desc.policy_reduce == d->reduce_dtype && !u->options.num_prefetch[0] &&
+                   !u->options.num_prefetch[1];
+        for (int k = 0; k < u->desc.num_params; k++)
+            uniform &= u->params[k].dtype == *stored && u->params[k].requires_grad &&
+                       !u->params[k].lay.shard_dim && !u->params[k].num_strings;
+    }
+    return uniform;
+}
+
+// Adds the command line of tools/fsdpfit that predicts a step's memory, or what to give the tool.
+static void fsdpi_say_fsdpfit(const fsdp_model *m, fsdpi_text *t) {
+    const fsdp_model_desc *d = &m->desc;
+    const fsdp_world *w = m->world;
+    fsdp_dtype stored;
+    if (!fsdpi_is_uniform(m, &stored)) {
+        fsdpi_text_add(t, "give tools/fsdpfit the shapes, the mesh and the dtypes of the units");
+        return;
+    }
+    fsdpi_text_add(t, "fsdpfit SHAPES --ranks %d", w->size);
+    if (m->info.replicate_mesh_size > 1)
+        fsdpi_text_add(t, " --mesh %dx%d", m->info.replicate_mesh_size, m->info.shard_mesh_size);
+    if (stored != FSDP_F32) fsdpi_text_add(t, " --store %s", fsdp_dtype_name(stored));
+    if (d->param_dtype) fsdpi_text_add(t, " --param %s", fsdp_dtype_name(d->param_dtype));
+    if (d->reduce_dtype) fsdpi_text_add(t, " --reduce %s", fsdp_dtype_name(d->reduce_dtype));
+    if (d->reshard_after_forward != FSDP_RESHARD_ALWAYS)
+        fsdpi_text_add(t, " --reshard %d",
+                       d->reshard_after_forward > 0 ? d->reshard_after_forward : 0);
+    if (w->mode == FSDP_RUN_LANES)
+        fsdpi_text_add(t, " --lanes %d",
+                       w->lanes[FSDP_STREAM_REDUCE] == w->lanes[FSDP_STREAM_GATHER] ? 1 : 2);
+    if (w->mode == FSDP_RUN_STREAMS) fsdpi_text_add(t, " --streams");
+    if (d->cpu_offload) fsdpi_text_add(t, " --cpu-offload");
+}
+
+// Fails because `bytes` of memory cannot be allocated. The text has `what`, `reason` (the
+// allocator's own text, cut), what the model holds and needs, and the command that tells the rest.
+static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status,
+                                                     int64_t bytes, const char *what,
+                                                     const char *reason) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
     char text[FSDPI_TEXT];
-    fsdpi_text t = {text, 390, 0};
-    fsdpi_text_add(&t, "%s", what);
-    if (!is_host || wanted > 2 * m->host_bytes) m->explain(m, extra, &t);
-    const size_t used = strlen(text);
-    snprintf(text + used, sizeof text - used, "; %s", reason);
+    fsdpi_text t = {text, sizeof text, 0};
+    int64_t holds = 0;
+    double unit = 1; // of all numbers
+    int k = 0;
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++) holds += m->pool_bytes[pool];
+    for (; k < 4 && (double)(holds + bytes) >= 1024 * unit; k++) unit *= 1024;
+    fsdpi_text_add(&t, "%s: %.300s; the model needs at least %.4g %s and holds %.4g", what, reason,
+                   (double)(holds + bytes) / unit, units[k], (double)holds / unit);
+    const char *comma = " (";
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++) {
+        if (!m->pool_bytes[pool] || pool == FSDP_POOL_SCRATCH) continue; // scratch: a few bytes
+        fsdpi_text_add(&t, "%s%.32s %.4g", comma, fsdp_model_pool_name(m, pool),
+                       (double)m->pool_bytes[pool] / unit);
+        comma = ", ";
+    }
+    fsdpi_text_add(&t, "%s. For all that a step needs: ", *comma == ',' ? ")" : "");
+    fsdpi_say_fsdpfit(m, &t);
     return fsdp_fail(m->world, status, "%s", text);
 }
 
@@ -74,13 +133,12 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
                                 : w->device_ops->alloc(w->device, kind, room, &ptr);
     if (status) {
-        const int64_t bytes = (int64_t)buf->bytes;
         char what[100];
         snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
-                 (long long)bytes, fsdp_model_pool_name(m, buf->pool));
+                 (long long)buf->bytes, fsdp_model_pool_name(m, buf->pool));
         return fsdpi_alloc_failed(
-            m, status, !shared && fsdpi_is_host(w), bytes, buf->pool < FSDP_POOL_COUNT ? 0 : bytes,
-            what, shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+            m, status, (int64_t)buf->bytes, what,
+            shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     }
     buf->ptr = (char *)ptr;
     FSDPI_GUARD(fsdpi_close_room(w, buf));

@@ -7,24 +7,13 @@
 #ifndef FSDPI_PLAN_MEMORY_H
 #define FSDPI_PLAN_MEMORY_H
 
-#include <stdlib.h>
 #include <string.h>
 
-// Memory from the model's allocator, or from malloc for texts that belong to no model.
-
 static fsdp_status fsdpi_plan_alloc(fsdp_model *m, size_t bytes, void **out) {
-    if (m) return fsdp_alloc(m, FSDP_MEMORY_HOST, (int64_t)bytes, "plan: a table", out);
-    *out = calloc(bytes ? bytes : 1, 1);
-    return *out ? FSDP_OK
-                : fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY,
-                            "[E970] plan: no memory for a table of %llu bytes",
-                            (unsigned long long)bytes);
+    return fsdp_alloc(m, FSDP_MEMORY_HOST, (int64_t)bytes, "plan: a table", out);
 }
 
-static void fsdpi_plan_free(fsdp_model *m, void *ptr) {
-    if (m) fsdp_free(m, FSDP_MEMORY_HOST, ptr, 0);
-    else free(ptr);
-}
+static void fsdpi_plan_free(fsdp_model *m, void *ptr) { fsdp_free(m, FSDP_MEMORY_HOST, ptr, 0); }
 
 // Ensures room for one more element of `size` bytes after `num` of them.
 static fsdp_status fsdpi_plan_grow(fsdp_model *m, void **list, int32_t num, int32_t *cap,

@@ -132,7 +132,7 @@ typedef struct fsdpi_plan_listing {
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
     uint64_t gather_bytes[2], reduce_bytes[2];
     fsdpi_plan_unit *units; // [num_units]
-    fsdpi_plan_call *calls; // [num_calls]; in a text unit is NULL
+    fsdpi_plan_call *calls; // [num_calls]
     fsdpi_plan_decisions choice;
     fsdpi_plan_slot *slots;
     int32_t num_slots, cap_slots;

@@ -671,7 +671,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
 }
 
 /* Proves one program, which every rank runs: three times, so that effects of a step's end on the
-   next one are checked. m NULL: the listing is from a text. */
+   next one are checked. Tables are of model m. */
 static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l,
                                         fsdp_plan_proof *out) {
     fsdpi_plan_prover v;
@@ -683,8 +683,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     v.l = l;
     v.out = out;
     v.arena = fsdpi_plan_arena_bytes(l);
-    out->ranks = (int32_t)((int64_t)l->shards * l->replicas);
-    out->programs = 1;
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
     fsdp_status status = fsdpi_plan_alloc(m, slots, (void **)&v.slots);
@@ -716,6 +714,15 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
     return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan_proof *out) {
+    if (!plan || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E988] plan_prove: plan or out is NULL, or index %d is not below the "
+                         "number of plans, which is %d",
+                         index, fsdp_plan_count(plan));
+    return fsdpi_plan_prove_one(plan->model, &plan->kinds[index]->listing, out);
 }
 
 #endif // FSDPI_PLAN_PROVE_H

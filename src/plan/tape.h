@@ -104,10 +104,7 @@ typedef struct fsdpi_plan_lowering {
     fsdp_buf *const *bufs;           // [uses]; NULL: buffers without memory
     int num_bufs;
     fsdp_status status;
-    int quiet;              // 1: ops are not noted
-    int call;               // index of the current call
     int own;                // the call whose own work is running; -1
-    int lasts;              // 1: units hold slots after finalize
     int64_t next;           // address of the next buffer without memory
     fsdpi_plan_saved *last; // [units] their states after the previous call
     uint8_t *seen;          // [units] outlines of these; 0: an op or an act since
@@ -169,7 +166,7 @@ static int fsdpi_plan_lower_op(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
     if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
-    if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
+    if (op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
     s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
     return 1;
 }
@@ -268,7 +265,6 @@ static fsdp_status fsdpi_plan_lower_calls(void *user) {
     if (s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
-        s->call = i;
         t->ops_at[i] = t->num_ops;
         t->states_at[i] = t->num_states;
         if (s->choice) status = fsdpi_plan_do_acts(s, i, &at, 0);
@@ -289,23 +285,14 @@ static fsdp_status fsdpi_plan_lower_calls(void *user) {
     if (!status && !s->status) status = fsdpi_plan_all_noted(s);
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    s->quiet = 1;
     return s->status ? s->status : status;
 }
 
-// Releases slots that units hold when a dry run ends or fails. Returns 1 if there were any.
-static int fsdpi_plan_give_back(const fsdpi_plan_lowering *s) {
-    int held = 0;
-    for (int i = 0; i < s->tape->num_uses; i++) {
-        held |= s->tape->bufs[i]->held;
-        s->tape->bufs[i]->held = 0;
-    }
-    return held;
-}
-
+// Makes the calls of the dry run, then releases the slots that units hold.
 static fsdp_status fsdpi_plan_lower_all(void *user) {
+    const fsdpi_plan_tape *t = ((const fsdpi_plan_lowering *)user)->tape;
     fsdp_status status = fsdpi_plan_lower_calls(user);
-    (void)fsdpi_plan_give_back((const fsdpi_plan_lowering *)user);
+    for (int i = 0; i < t->num_uses; i++) t->bufs[i]->held = 0;
     return status;
 }
 
@@ -328,7 +315,7 @@ static void fsdpi_plan_lowering_new(fsdpi_plan_lowering *s, fsdp_plan *p, fsdpi_
 
 /* Runs the program through the core's rows, with a choice's decisions or eagerly. bufs: the
    slots of uses, in order. NULL: buffers without memory, which are destroyed at the end. */
-static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*run)(void *user)) {
+static fsdp_status fsdpi_plan_lower(fsdpi_plan_lowering *s) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
@@ -343,14 +330,10 @@ static fsdp_status fsdpi_plan_lower_with(fsdpi_plan_lowering *s, fsdp_status (*r
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
-    if (!status) status = fsdpi_plan_dry_run(p->model, &e, run, s);
+    if (!status) status = fsdpi_plan_dry_run(p->model, &e, fsdpi_plan_lower_all, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
     return status;
-}
-
-static fsdp_status fsdpi_plan_lower(fsdpi_plan_lowering *s) {
-    return fsdpi_plan_lower_with(s, fsdpi_plan_lower_all);
 }
 
 static void fsdpi_plan_lowering_end(fsdpi_plan_lowering *s) {

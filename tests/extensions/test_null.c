@@ -191,7 +191,6 @@ static void others(fsdp_world *w) {
     TOLD(fsdp_replicate_join(rep, 1, 0, NULL));
     TOLD(fsdp_plan_create(b.model, NULL, NULL));
     CALL(w, fsdp_plan_create(b.model, NULL, &plan));
-    TOLD(fsdp_plan_load(plan, NULL, 1));
     TOLD(fsdp_plan_report_get(plan, 0, NULL));
     TOLD(fsdp_plan_report_get(plan, 0, &report));
     TOLD(fsdp_plan_prove(plan, 0, NULL));

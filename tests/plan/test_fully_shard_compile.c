@@ -481,18 +481,16 @@ static void check_segments(void) {
     CHECK_EQ_INT(crossing, report()->crossing);
 }
 
-static fsdp_plan_proof proof_of(texts_lines *t, int size) {
+static fsdp_plan_proof proof_of(texts_lines *t) {
     fsdp_plan_proof proof;
-    const char *ranks[NETS_RANKS];
     char *text = texts_join(t, 1);
-    for (int r = 0; r < size; r++) ranks[r] = text;
-    CHECK_OK(fsdp_plan_prove_texts(ranks, size, &proof));
+    CHECK(lib_plan_prove(text, &proof));
     free(text);
     return proof;
 }
 /* Forward as a program of its own is proven: it needs nothing of backward. It is refuted if a wait
    before the caller reads is left out. */
-static void forward_alone(int size) {
+static void forward_alone(void) {
     texts_lines *t = texts_split(job.text);
     const int middle = report()->forward_calls;
     char call[64], head[128], *end = NULL;
@@ -507,13 +505,13 @@ static void forward_alone(int size) {
     t->at[kind] = head;
     strcat(call, "finalize_backward");
     texts_insert(t, t->num, call);
-    fsdp_plan_proof proof = proof_of(t, size);
+    fsdp_plan_proof proof = proof_of(t);
     if (proof.refuted) h_fail(H_HERE("forward alone"), "%s", proof.text);
     int wait = 0;
     while (!strstr(t->at[wait = texts_find(t, wait + 1, " use gather ")], " COMPUTE ")) {
     }
     texts_move(t, wait, -1);
-    proof = proof_of(t, size);
+    proof = proof_of(t);
     CHECK_EQ_INT(proof.refuted, FSDP_PROOF_USE);
     CHECK(strstr(proof.text, "nobody has waited for the gather") != NULL);
     texts_free(t);
@@ -530,7 +528,7 @@ TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_True_gra
         with_memory(nets_nested(), SEGMENTS, 2, more);
         if (is_inline()) gathers(24, planned[more], 12, 2 * (more + 1));
         check_segments();
-        forward_alone(2);
+        forward_alone();
         partitioned_calls();
     }
 }
@@ -613,7 +611,7 @@ TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True_graph_part
         with_memory(nets_transformer(setting & 1, setting >> 1), SEGMENTS, 2, 0);
         if (is_inline()) gathers(7, 6, setting & 1 ? 4 : 3, 16);
         check_segments();
-        forward_alone(2);
+        forward_alone();
         partitioned_calls();
     }
 }
@@ -702,10 +700,10 @@ TEST(fully_shard_compile, trace_fsdp_copy_) {
     CHECK_EQ_INT(found, 27);
     /* The same without running: gradients are copied before the event that says they are there. */
     texts_lines *t = texts_split(job.text);
-    CHECK_EQ_INT(proof_of(t, 2).refuted, FSDP_PROOF_OK);
+    CHECK_EQ_INT(proof_of(t).refuted, FSDP_PROOF_OK);
     const int wrote = texts_find(t, 0, "  wrote "), copy = texts_find(t, wrote, " copy acc ");
     texts_move(t, wrote, copy);
-    const fsdp_plan_proof proof = proof_of(t, 2);
+    const fsdp_plan_proof proof = proof_of(t);
     CHECK_EQ_INT(proof.refuted, FSDP_PROOF_RACE);
     CHECK(strstr(proof.text, " copy 'h.2' on REDUCE reads slot ") != NULL);
     CHECK(strstr(proof.text, "\ncall ") != NULL);

@@ -1028,18 +1028,8 @@ TEST(plan_kinds, written_inside_of_a_step, TSAN) {
     for (between = 1; between < 3; between++) run_kinds(net_chain(), NULL, written_inside);
 }
 
-static char *text_of(const fsdp_plan *plan, int index) {
-    size_t size = fsdp_plan_text(plan, index, FSDP_PLAN_TEXT_OPS, NULL, 0) + 1;
-    char *text = (char *)lab_zeros(1, size);
-    (void)fsdp_plan_text(plan, index, FSDP_PLAN_TEXT_OPS, text, size);
-    return text;
-}
-static fsdp_status load(plan_bed *b, const char *text) {
-    return fsdp_plan_load(b->plan, text, text ? strlen(text) : 0);
-}
-
-/* Backward runs in the order of forward, so that with lanes the last prefetch stays open to the end.
-   The plan's own text is loaded again. */
+/* Backward runs in the order of forward, so that with lanes the last prefetch stays open to the
+   end. */
 static plan_net net_same_order(void) {
     plan_net n = plan_chain(2, 8, 8);
     n.num_calls = 0;
@@ -1050,23 +1040,11 @@ static plan_net net_same_order(void) {
         }
     return n;
 }
-static void loads_its_own_text(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
-    steps(b, out, 4);
-    if (d && fsdp_plan_count(b->plan)) {
-        const size_t size = fsdp_plan_text(b->plan, 0, FSDP_PLAN_TEXT_DECISIONS, NULL, 0);
-        char *text = (char *)lab_zeros(size + 1, 1);
-        (void)fsdp_plan_text(b->plan, 0, FSDP_PLAN_TEXT_DECISIONS, text, size + 1);
-        CALL(b->w, fsdp_plan_forget(b->plan));
-        const fsdp_status loaded = fsdp_plan_load(b->plan, text, size);
-        W_CHECK(loaded == FSDP_OK || loaded == FSDP_ERR_INVALID_STATE, "%s", fsdp_last_error(b->w));
-        free(text);
-    }
-    steps(b, out, 3);
+static void same_order(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 5);
+    if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
 }
-TEST(plan_kinds, loads_its_own_text) {
-    run_kinds(net_same_order(), NULL, loads_its_own_text);
-    run_kinds(net_nested(), NULL, loads_its_own_text);
-}
+TEST(plan_kinds, same_order) { run_kinds(net_same_order(), NULL, same_order); }
 
 /* A unit is gathered behind its last use, and nobody waits for that but finalize. */
 static void open_to_the_end(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1195,52 +1173,6 @@ static void layout_between_visits(plan_bed *b, const fsdp_plan_desc *d, plan_res
 TEST(plan_kinds, layout_between_visits) {
     run_kinds(net_chain(), NULL, layout_between_visits);
 }
-
-/* The same before a plan is loaded. */
-static void layout_before_load(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
-    steps(b, out, 3);
-    char *text = d ? text_of(b->plan, 0) : NULL;
-    shake(b);
-    if (d) CALL(b->w, load(b, text));
-    steps(b, out, 2);
-    if (d) CHECK_EQ_INT(report_of(b).replayed, 3);
-    free(text);
-}
-TEST(plan_kinds, layout_before_load) { run_kinds(net_chain(), NULL, layout_before_load); }
-
-/* Unit 1 keeps its slot from step to step: a text of such a step is loaded behind one. */
-static void loads_with_slots(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
-    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 0));
-    steps(b, out, 5);
-    char *text = d ? text_of(b->plan, fsdp_plan_count(b->plan) - 1) : NULL;
-    const uint64_t replayed = report_of(b).replayed;
-    if (d) CALL(b->w, fsdp_plan_forget(b->plan));
-    if (d) CALL(b->w, load(b, text));
-    steps(b, out, 3);
-    if (d) W_CHECK(report_of(b).replayed == replayed + 3, "%s", fsdp_plan_why(b->plan));
-    free(text);
-}
-TEST(plan_kinds, loads_with_slots) { run_kinds(net_chain(), NULL, loads_with_slots); }
-
-/* Unit 1 holds a slot of steps by calls while a text is loaded whose steps begin without slots: the
-   plan stays when that slot is gone. */
-static void loads_beside_a_slot(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
-    b->rests = 1;
-    steps(b, out, 3);
-    char *text = d ? text_of(b->plan, 0) : NULL;
-    if (d) CALL(b->w, fsdp_plan_forget(b->plan));
-    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
-    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 0));
-    steps(b, out, 1);
-    CALL(b->w, fsdp_set_reshard_after_backward(b->model, b->unit[1], 1));
-    if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
-    if (d) CALL(b->w, load(b, text));
-    CALL(b->w, fsdp_set_reshard_after_forward(b->model, NULL, FSDP_RESHARD_NEVER));
-    steps(b, out, 3); /* the first one begins with the slot */
-    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 2);
-    free(text);
-}
-TEST(plan_kinds, loads_beside_a_slot) { run_kinds(net_chain(), NULL, loads_beside_a_slot); }
 
 /* A kind that needs less memory than an earlier one: the arena stays as large as that needs it. */
 static void smaller_kind(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -2336,125 +2268,6 @@ TEST(plan_errors, no_memory_for_the_arena) {
     if (getenv("FSDP_BACKEND") && strcmp(getenv("FSDP_BACKEND"), "shm") != 0) SKIP("shared memory");
     lab_run(2, &how, no_arena, NULL);
 }
-
-/* ---- loading: nothing changes if it fails, and no rank waits for another ---------------------- */
-
-static void loads(lab_rank *r) {
-    const plan_net net = net_chain();
-    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
-    fsdp_plan_desc d = FSDP_ZERO;
-    plan_bed b;
-    plan_open(&b, &net, r->w);
-    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
-    steps(&b, out, 2);
-    char *text = text_of(b.plan, 0);
-    CHECK_STATUS(load(&b, r->rank == 1 ? NULL : text),
-                 r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_OUT_OF_MEMORY);
-    CALL(r->w, fsdp_plan_forget(b.plan)); /* at once, and what is loaded behind it stays */
-    CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
-    CALL(r->w, load(&b, text));
-    CHECK_EQ_INT(fsdp_plan_count(b.plan), 1);
-    steps(&b, out, 1);
-    CHECK_EQ_INT(report_of(&b).replayed, 1);
-    plan_calls(&b, 0, 5); /* in a step, too */
-    CALL(r->w, fsdp_plan_forget(b.plan));
-    CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
-    plan_calls(&b, 5, net.num_calls);
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "under way");
-    CALL(r->w, fsdp_finalize_backward(b.model));
-    CALL(r->w, load(&b, text));
-    plan_step_end(&b, out);
-    steps(&b, out, 1);
-    CHECK_EQ_INT(report_of(&b).replayed, 2);
-    CALL(r->w, fsdp_set_grad_enabled(b.model, 0)); /* no step, but a unit is not idle */
-    CALL(r->w, fsdp_pre_forward(b.unit[2]));
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "h.2");
-    CALL(r->w, fsdp_post_forward(b.unit[2]));
-    CALL(r->w, fsdp_set_grad_enabled(b.model, 1));
-    CALL(r->w, load(&b, text));
-    fsdp_plan_destroy(b.plan);
-    d.most_bytes = 1000; /* more than it may have; that is no reason to refuse all others */
-    CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
-    REFUSED_AS(FSDP_ERR_OUT_OF_MEMORY, r->w, load(&b, text), " bytes, 1000 are allowed");
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_WARM_UP);
-    CHECK_EQ_STR(fsdp_plan_why(b.plan), "");
-    steps(&b, out, 2); /* but a recorded one is */
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "fsdp_plan_forget");
-    free(text), free(out);
-}
-TEST(plan_errors, loads) { lab_run(2, NULL, loads, NULL); }
-
-/* A unit holds a part of the arena: nothing is loaded over it. */
-static void load_over_parts(lab_rank *r) {
-    const plan_net net = net_chain();
-    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
-    plan_bed b;
-    plan_open(&b, &net, r->w);
-    b.rests = 1;
-    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
-    steps(&b, out, 4);
-    char *text = text_of(b.plan, 0);
-    plan_calls(&b, 0, net.num_calls / 2);
-    CALL(r->w, fsdp_set_reshard_after_backward(b.model, NULL, 0));
-    plan_calls(&b, net.num_calls / 2, net.num_calls);
-    CALL(r->w, fsdp_finalize_backward(b.model));
-    plan_step_end(&b, out);
-    CALL(r->w, fsdp_set_reshard_after_backward(b.model, NULL, 1));
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "holds a slot of a plan");
-    CALL(r->w, fsdp_model_reset(b.model));
-    CALL(r->w, load(&b, text));
-    steps(&b, out, 2);
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
-    free(text), free(out);
-}
-TEST(plan_errors, load_over_slots_that_are_held) { lab_run(2, NULL, load_over_parts, NULL); }
-
-/* Every allocation of a load fails once on one rank, while there is a kind of other options whose
-   arena is too small: its plan stays, or is dropped on all ranks. */
-static void load_starved(lab_rank *r) {
-    const plan_net net = net_chain();
-    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
-    fsdp_plan_desc d = FSDP_ZERO;
-    char *text = NULL;
-    int stays = 0, drops = 0;
-    d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
-    for (int64_t n = -1;; n += 1 + (n > 0 ? 4 : 0)) {
-        plan_bed b;
-        int reshards = n < 0 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
-        b.step = 0;
-        plan_open(&b, &net, r->w);
-        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, reshards));
-        CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
-        steps(&b, out, 3);
-        if (n < 0) { /* the text of the other kind */
-            text = text_of(b.plan, 0);
-            fsdp_model_destroy(b.model);
-            continue;
-        }
-        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
-        int64_t failures = r->heap->failures;
-        if (r->rank == 1) w_fail(r->heap, n);
-        fsdp_status status = load(&b, text);
-        w_fail(r->heap, -1);
-        int32_t failed = r->heap->failures > failures;
-        CALL(r->w, fsdp_all_reduce(r->w, NULL, &failed, 1, FSDP_I32, FSDP_MAX));
-        CHECK_STATUS(status, failed ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
-        int count = fsdp_plan_count(b.plan);
-        CHECK(failed ? count <= 1 : count == 2);
-        stays += failed && count == 1;
-        drops += failed && count == 0;
-        CHECK_EQ_INT(fsdp_plan_state(b.plan), count ? FSDP_PLAN_REPLAYING : FSDP_PLAN_RECORDING);
-        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
-        steps(&b, out, 2);
-        CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
-        fsdp_model_destroy(b.model);
-        if (!failed) break;
-    }
-    CHECK(stays > 0 && drops > 0);
-    free(text), free(out);
-}
-TEST(plan_errors, load_without_memory) { lab_run(2, NULL, load_starved, NULL); }
 
 /* A model, or the world, ends in the middle of a replayed step. */
 static void ends_inside(lab_rank *r) {

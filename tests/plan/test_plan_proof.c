@@ -4,7 +4,7 @@
 
 static fsdp_plan_proof prove(const char *text) {
     fsdp_plan_proof p;
-    CALL(NULL, fsdp_plan_prove_texts(&text, 1, &p));
+    CHECK(lib_plan_prove(text, &p));
     return p;
 }
 
@@ -49,13 +49,11 @@ typedef struct {
 /* A text that was damaged: refuted or refused; else the checker says that it does the same. */
 static void examine(lab_bench *m, int kind, const texts_lines *t, int mends, const char *what) {
     char *text = texts_join(t, mends), why[200];
-    const char *texts[1] = {text};
     fsdp_plan_proof p;
     memset(&p, 0, sizeof p);
-    fsdp_status status = fsdp_plan_prove_texts(texts, 1, &p);
-    CHECK(status == FSDP_OK || status == FSDP_ERR_INVALID_ARG);
+    const int reads = lib_plan_prove(text, &p);
     m->tried[kind]++;
-    if (status || p.refuted) {
+    if (!reads || p.refuted) {
         m->found[kind]++;
         if (p.refuted) CHECK(strchr(p.text, '\n') && p.text[0] && strlen(p.text) < 511);
     } else if (brute_judge(text, why, sizeof why) != m->means) {
@@ -545,300 +543,6 @@ TEST_P(plan_proof, counterexample, counters) {
         CHECK_EQ_INT(brute_judge(row->text, why, sizeof why) != 0, row->refuted == FSDP_PROOF_OK);
 }
 
-/* ---- several ranks --------------------------------------------------------------------------- */
-
-/* A text whose collectives are those of `letters`: a, b, ..: the shards gather unit 0, 1, ..;
-   A, B, ..: the replicas sum its gradients. */
-static char *program_text(const char *letters, int shards, int replicas) {
-    int num = (int)strlen(letters), gathers = 0, line = 0;
-    char *text = (char *)lab_zeros((size_t)num * 600 + 8192, 1), *to = text;
-    for (int i = 0; i < num; i++) gathers += letters[i] >= 'a';
-    const int part = 8 * 4, reduced = (2 * (replicas - 1) * part + replicas - 1) / replicas;
-    to += sprintf(to,
-                  "fsdp plan 1\nmodel 0000000000000001 units 4 params 4 shards %d replicas %d mode "
-                  "inline\nkind 0000000000000002 calls %d forward %d\nbytes %d bound 0 by_calls 0\n"
-                  "count gathers %d %d reductions 0 0 replicas %d %d ops %d %d\n"
-                  "read gathers %d %d reductions %d %d\n",
-                  shards, replicas, 2 * num + 1, 2 * num, part * shards, gathers, gathers,
-                  num - gathers, num - gathers, num + gathers, num + gathers,
-                  gathers * part * (shards - 1), gathers * part * (shards - 1),
-                  (num - gathers) * reduced, (num - gathers) * reduced);
-    for (int u = 0; u < 4; u++)
-        to += sprintf(to, "unit %d 'u%d' gather %d grad 64 reads none\n", u, u, part * shards);
-    to += sprintf(to, "slot 0 gather at 0 bytes %d\n", part * shards);
-    for (int i = 0; i < num; i++) {
-        int u = letters[i] >= 'a' ? letters[i] - 'a' : letters[i] - 'A';
-        to += sprintf(to, "call %d pre_forward 'u%d'\n", 2 * i, u);
-        if (letters[i] >= 'a') {
-            to += sprintf(
-                to,
-                "  acquire 'u%d' slot 0\n  op %d all_gather gather 'u%d' GATHER 8 %d f32 f32 "
-                "shards slot 0 comm group0 #00000000\n",
-                u, line + 1, u, part * (shards - 1));
-            to += sprintf(to,
-                          "  op %d use gather 'u%d' COMPUTE 0 0 ? ? slot 0 none #00000000\n"
-                          "  release 'u%d' slot 0 COMPUTE\n",
-                          line + 2, u, u);
-            line += 4;
-        } else {
-            to += sprintf(to,
-                          "  op %d all_reduce replicas 'u%d' ALLREDUCE 8 %d f32 f32 grads grads "
-                          "in_place comm group1 #00000000\n",
-                          line++, u, reduced);
-        }
-        to += sprintf(to, "call %d post_forward 'u%d'\n", 2 * i + 1, u);
-    }
-    sprintf(to, "call %d finalize_backward\nend 0000000000000000\n", 2 * num);
-    return text;
-}
-
-/* A text tells up to 16 groups of ranks apart. */
-TEST(plan_proof, many_groups) {
-    char letters[18] = "abcdabcdabcdabcda";
-    for (int num = 17; num > 15; num--) {
-        fsdp_plan_proof p;
-        letters[num] = 0;
-        char *text = program_text(letters, 2, 1), *at = text, name[16];
-        for (int i = 0; (at = strstr(at, "group0")) != NULL; i++) {
-            snprintf(name, sizeof name, "pair%02d", i);
-            memcpy(at, name, 6);
-        }
-        const char *const both[2] = {text, text};
-        if (num == 16) CALL(NULL, fsdp_plan_prove_texts(both, 2, &p));
-        else CHECK_STATUS(fsdp_plan_prove_texts(both, 2, &p), FSDP_ERR_INVALID_ARG);
-        if (num == 16) CHECK_EQ_INT(p.refuted, FSDP_PROOF_OK);
-        if (num == 16) CHECK_EQ_INT(p.comms, 16);
-        free(text);
-    }
-}
-
-TEST(plan_proof, deadlock_is_told) {
-    char *texts[2] = {program_text("ab", 2, 1), program_text("ba", 2, 1)};
-    fsdp_plan_proof p;
-    CALL(NULL, fsdp_plan_prove_texts((const char *const *)texts, 2, &p));
-    CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text,
-                 "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0, which differs "
-                 "in unit from\nrank 1: call 0 pre_forward 'u1', op 1 all_gather 'u1' on group0");
-    free(texts[1]);
-    texts[1] = program_text("a", 2, 1);
-    CALL(NULL, fsdp_plan_prove_texts((const char *const *)texts, 2, &p));
-    CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text,
-                 "rank 0: call 2 pre_forward 'u1', op 5 all_gather 'u1' on group0 waits for rank "
-                 "1\nrank 1: has ended its step");
-    free(texts[0]), free(texts[1]);
-    /* Two groups, each of which waits for the other. */
-    char *square[4] = {program_text("aA", 2, 2), program_text("Aa", 2, 2), program_text("Aa", 2, 2),
-                       program_text("aA", 2, 2)};
-    CALL(NULL, fsdp_plan_prove_texts((const char *const *)square, 4, &p));
-    CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text,
-                 "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0 waits for rank "
-                 "1\nrank 1: call 0 pre_forward 'u0', op 0 all_reduce 'u0' on group1 waits for "
-                 "rank 3");
-    /* Texts of different worlds cannot be run against each other; nor can some ranks alone. */
-    REFUSED(NULL, fsdp_plan_prove_texts((const char *const *)square, 3, &p), "expected 4 texts");
-    free(square[1]);
-    square[1] = program_text("aA", 4, 1);
-    REFUSED(NULL, fsdp_plan_prove_texts((const char *const *)square, 4, &p), "text 1 is of");
-    for (int i = 0; i < 4; i++) free(square[i]);
-}
-
-/* Rank 1's text is the other's with one thing changed. */
-static const struct {
-    const char *name, *from, *to, *and_from, *and_to, *expected;
-} differences[] = {
-    {"elements", "GATHER 8 32 f32 f32", "GATHER 4 16 f32 f32", "read gathers 32 32",
-     "read gathers 16 16", "number of elements"},
-    {"dtypes", "GATHER 8 32 f32 f32", "GATHER 8 32 i32 i32", "", "", "dtypes"},
-    {"result", "GATHER 8 32 f32 f32", "GATHER 8 32 f32 i32", "", "", "dtypes"},
-    {"label", "all_gather gather", "all_gather copy_in", "", "", "kind"},
-    {"adds", "comm group0", "add comm group0", "", "", "whether it adds"},
-    {"segments", "group0 #00000000", "group0 #00000001", "", "", "segments"},
-    {"unit", "units 4", "units 4", "'u0'", "'v0'", "unit"},
-    {"units", "gather 'u0' GATHER 8 32 f32 f32 shards slot 0",
-     "gather 'u0' 'u1' GATHER 8 32 f32 f32 shards slot 0 shards other", "", "", "number of units"},
-};
-static char *replaced(const char *text, const char *from, const char *to) { /* all of them */
-    char *out = (char *)lab_zeros(2 * strlen(text) + 64, 1), *end = out;
-    for (const char *at; *from && (at = strstr(text, from)) != NULL; text = at + strlen(from))
-        end += sprintf(end, "%.*s%s", (int)(at - text), text, to);
-    strcpy(end, text);
-    return out;
-}
-TEST_P(plan_proof, differs_in, differences) {
-    char *one = program_text("a", 2, 1), *step = replaced(one, row->from, row->to),
-         *two = replaced(step, row->and_from, row->and_to), word[64];
-    const char *texts[2] = {one, two};
-    fsdp_plan_proof p;
-    CALL(NULL, fsdp_plan_prove_texts(texts, 2, &p));
-    CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    snprintf(word, sizeof word, "which differs in %s from\nrank 1: call 0", row->expected);
-    CHECK_MSG(strstr(p.text, word), "%s", p.text);
-    free(one), free(step), free(two);
-}
-
-/* Runs what can run until nothing can. */
-static int gets_stuck(const char *const *letters, int num, int shards) {
-    int at[64] = {0}, left = 0;
-    for (int moved = 1; moved;) {
-        moved = 0;
-        for (int i = 0; i < num; i++) {
-            char letter = letters[i][at[i]];
-            int runs = letter != 0;
-            for (int k = 0; k < num && runs; k++)
-                if (letter >= 'a' ? i / shards == k / shards : i % shards == k % shards)
-                    runs = letters[k][at[k]] == letter;
-            for (int k = 0; k < num && runs; k++)
-                if (letter >= 'a' ? i / shards == k / shards : i % shards == k % shards) at[k]++;
-            moved |= runs;
-        }
-    }
-    for (int i = 0; i < num; i++) left |= letters[i][at[i]] != 0;
-    return left;
-}
-
-/* One of the ranks has its collectives in another order, one less, or one twice. */
-TEST(plan_proof, one_rank_differs) {
-    static const char *const same = "abAcBC";
-    static const struct {
-        const char *what, *letters;
-    } others[] = {{"exchanged", "baAcBC"}, {"exchanged", "abcABC"}, {"left out", "bAcBC"},
-                  {"left out", "abAcB"},   {"doubled", "aabAcBC"},  {"doubled", "abAcBCC"},
-                  {"left out", "abcBC"},   {"exchanged", "abAcCB"}};
-    static const int sizes[][2] = {{2, 1}, {1, 2}, {2, 2}, {4, 1}, {4, 2}, {2, 4}, {8, 8}, {64, 1}};
-    const char *texts[64];
-    int stuck = 0;
-    for (int s = 0; s < 8; s++)
-        for (int o = 0; o < 8; o++) {
-            int shards = sizes[s][0], replicas = sizes[s][1], size = shards * replicas;
-            char *all = program_text(same, shards, replicas),
-                 *other = program_text(others[o].letters, shards, replicas);
-            for (int k = 0; k<size; k += size> 8 ? 7 : 1) {
-                char name[24], sees[24];
-                fsdp_plan_proof p;
-                for (int i = 0; i < size; i++) texts[i] = i == k ? other : all;
-                CALL(NULL, fsdp_plan_prove_texts(texts, size, &p));
-                CHECK_EQ_INT(p.ranks, size);
-                CHECK_EQ_INT(p.programs, 2);
-                snprintf(name, sizeof name, "rank %d: ", k);
-                snprintf(sees, sizeof sees, "rank %d\n", k);
-                snprintf(w_case, sizeof w_case, "%d x %d, rank %d: %s %s: %d %.200s", replicas,
-                         shards, k, others[o].what, others[o].letters, p.refuted, p.text);
-                const char *letters[64];
-                for (int i = 0; i < size; i++) letters[i] = i == k ? others[o].letters : same;
-                int differs = gets_stuck(letters, size, shards);
-                W_CHECK(p.refuted == (differs ? FSDP_PROOF_DEADLOCK : FSDP_PROOF_OK), "refuted %d",
-                        p.refuted);
-                stuck += differs;
-                if (differs)
-                    W_CHECK(strstr(p.text, name) || strstr(p.text, sees), "rank %d is not named",
-                            k);
-            }
-            free(all), free(other);
-        }
-    CHECK(stuck > 100);
-}
-
-TEST(plan_proof, a_thousand_ranks) {
-    static const char *texts[1000];
-    char *all = program_text("abAcBC", 250, 4);
-    fsdp_plan_proof one, p;
-    for (int i = 0; i < 1000; i++) texts[i] = all;
-    CALL(NULL, fsdp_plan_prove_texts(texts, 1, &one));
-    CALL(NULL, fsdp_plan_prove_texts(texts, 1000, &p));
-    CHECK_EQ_INT(p.refuted, FSDP_PROOF_OK);
-    CHECK_EQ_INT(p.ranks, 1000);
-    CHECK_EQ_INT(p.programs, 1);
-    CHECK_EQ_INT(p.ops, one.ops); /* looked at once */
-    free(all);
-}
-
-/* What ranks can do, by search: each waits at its next collective until its group is there. */
-typedef struct {
-    const char *letters[4];
-    int num, shards, seen[5 * 5 * 5 * 5], stuck, ends;
-} search;
-static int same_group(const search *s, int shard, int a, int b) {
-    return shard ? a / s->shards == b / s->shards : a % s->shards == b % s->shards;
-}
-static void explore(search *s, const int *at) {
-    int key = 0, moves = 0, ended = 1;
-    for (int i = 0; i < s->num; i++) key = 5 * key + at[i];
-    if (s->seen[key]++) return;
-    for (int i = 0; i < s->num; i++) {
-        char letter = s->letters[i][at[i]];
-        int runs = letter != 0, next[4];
-        ended &= letter == 0;
-        for (int k = 0; k < s->num; k++) {
-            int is_in = letter && same_group(s, letter >= 'a', i, k);
-            next[k] = at[k] + is_in;
-            runs &= !is_in || s->letters[k][at[k]] == letter;
-        }
-        if (!runs) continue;
-        moves++;
-        explore(s, next);
-    }
-    s->stuck |= !moves && !ended;
-    s->ends |= ended;
-}
-static void compare(const char *const *letters, const char *const *texts, int num, int shards) {
-    static const int start[4];
-    search s;
-    fsdp_plan_proof p;
-    memset(&s, 0, sizeof s);
-    for (int i = 0; i < num; i++) s.letters[i] = letters[i];
-    s.num = num, s.shards = shards;
-    explore(&s, start);
-    CHECK(s.stuck != s.ends); /* what happens does not depend on who is fast */
-    CALL(NULL, fsdp_plan_prove_texts(texts, num, &p));
-    if (p.refuted != (s.stuck ? FSDP_PROOF_DEADLOCK : FSDP_PROOF_OK))
-        CHECK_MSG(0, "%d ranks, %d shards, %s|%s|%s: %d, expected %d: %s", num, shards, letters[0],
-                  letters[1], num > 2 ? letters[2] : "", p.refuted, s.stuck, p.text);
-}
-/* All programs of up to `longest` letters. */
-static int programs_of(const char *alphabet, int longest, char (*out)[5]) {
-    int num = 1, begin = 0, base = (int)strlen(alphabet);
-    out[0][0] = 0;
-    for (int length = 1; length <= longest; length++) {
-        int end = num;
-        for (int i = begin; i < end; i++)
-            for (int a = 0; a < base; a++) {
-                snprintf(out[num], 5, "%s", out[i]);
-                out[num][length - 1] = alphabet[a];
-                out[num++][length] = 0;
-            }
-        begin = end;
-    }
-    return num;
-}
-static void all_programs(int longest, int samples) {
-    static char letters[400][5];
-    static char *texts[400];
-    static const int shapes[][2] = {{2, 1}, {1, 2}, {3, 1}, {1, 3}, {2, 2}};
-    for (int shape = 0; shape < 5; shape++) {
-        int shards = shapes[shape][0], replicas = shapes[shape][1], size = shards * replicas;
-        /* two that differ, one of the others */
-        int num = programs_of(shape % 2 ? "aAB" : "abA", longest, letters);
-        uint64_t state = h_seed() + (uint64_t)shape;
-        for (int i = 0; i < num; i++) texts[i] = program_text(letters[i], shards, replicas);
-        for (int i = 0; i < (size == 2 ? num * num : samples); i++) {
-            const char *l[4], *t[4];
-            int which[4] = {i / num % num, i % num, 0, 0};
-            for (int k = 0; k < size; k++) {
-                if (size > 2)
-                    which[k] = k && lab_pick(&state, 3) ? which[0] : lab_pick(&state, num);
-                l[k] = letters[which[k]], t[k] = texts[which[k]];
-            }
-            compare(l, t, size, shards);
-        }
-        for (int i = 0; i < num; i++) free(texts[i]);
-    }
-}
-TEST(plan_proof, all_programs) { all_programs(W_SLOW ? 1 : 2, 300); }
-TEST(long_plan_proof, all_programs, NIGHT) { all_programs(W_SLOW ? 2 : 4, W_SLOW ? 300 : 5000); }
-
 /* A head that says of a unit that its gradients have no elements, and a line that moves some. */
 TEST(plan_proof, head_of_gradients) {
     fsdp_plan_desc d = FSDP_ZERO;
@@ -893,7 +597,7 @@ TEST(plan_proof, proven_plans_do_not_race) {
             plan_result out;
             plan_net n = texts_net(net);
             fsdp_plan_desc d = FSDP_ZERO;
-            fsdp_plan_proof p;
+            fsdp_plan_proof p, of_text;
             memset(&out, 0, sizeof out);
             if (setting == 1) d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
             if (setting == 2) d.bucket_bytes = -1, d.ahead = 2;
@@ -911,6 +615,8 @@ TEST(plan_proof, proven_plans_do_not_race) {
             W_CHECK(!p.refuted, "%s", p.text);
             char *text = texts_of(b.plan, 0, FSDP_PLAN_TEXT_OPS), why[200];
             W_CHECK(brute_judge(text, why, sizeof why), "%s", why);
+            CHECK(lib_plan_prove(text, &of_text)); /* the text says all that the proof reads */
+            CHECK_EQ_MEM(&p, &of_text, sizeof p);
             free(text);
             W_CHECK(s.races == 0, "%d races: %s", s.races, s.race);
             waits += s.waits;

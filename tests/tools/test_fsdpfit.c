@@ -244,9 +244,21 @@ static void as_the_tool_says(const fsdp_memory *m, int64_t optimizer, int64_t mu
     CHECK_EQ_INT(bytes_of("on the device"), sum);
 }
 
+/* What an error of allocation says behind `fsdpfit SHAPES`; it has no command with tensor
+   parallelism. */
+static void command_of(fsdp_world *w, const built *b, const net *n, char *out, size_t room) {
+    void *ptr;
+    CHECK_STATUS(fsdp_alloc(b->m, FSDP_MEMORY_HOST, INT64_MAX / 4, "a test", &ptr),
+                 FSDP_ERR_OUT_OF_MEMORY);
+    const char *text = fsdp_last_error(w), *at = strstr(text, "fsdpfit SHAPES ");
+    CHECK_MSG((at == NULL) == (n->tp > 1) && strstr(text, "fsdpfit "), "%s", text);
+    snprintf(out, room, "%s", at ? at + strlen("fsdpfit SHAPES ") : "");
+}
+
 typedef struct nets {
     int count;
     net *net;
+    char (*command)[200];
     fsdp_memory *memory;
     int64_t *optimizer, *muon, *received; /* muon: bytes; NULL: without. received: in its step */
 } nets;
@@ -278,6 +290,7 @@ static void on_ranks(lab_rank *r) {
         int64_t numel[2] = {0, 0};
         train_net(&b, w, &n->net[i]);
         CALL(w, fsdp_model_memory(b.m, &before));
+        if (r->rank == 0) command_of(w, &b, &n->net[i], n->command[i], sizeof n->command[i]);
         if (n->net[i].root) x.root = b.units[0];
         md.take = of_a_layer, md.user = &x;
         if (n->muon) CALL(w, fsdp_muon_create(b.m, &md, &x.muon));
@@ -312,6 +325,7 @@ static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
     uint64_t state = h_seed() * 31 + (uint64_t)ranks;
     nets n = {count,
               (net *)lab_zeros((size_t)count, sizeof(net)),
+              (char(*)[200])lab_zeros((size_t)count, sizeof *n.command),
               (fsdp_memory *)lab_zeros((size_t)count, sizeof(fsdp_memory)),
               (int64_t *)lab_zeros((size_t)count, sizeof(int64_t)),
               NULL,
@@ -335,8 +349,12 @@ static void predict_all(int ranks, int count, int tp, int replicas, int muon) {
         const int64_t with = bytes_of(moved);
         if (muon) CHECK(fit_net(&n.net[i], ranks, "--optimizer adamw") == 0);
         CHECK_EQ_INT(with - bytes_of(moved), n.received[i]);
+        if (tp > 1 || muon) continue;
+        CHECK_MSG(fit("%s %s --no-sync %d", path_of("net"), n.command[i], n.net[i].before) == 0,
+                  "%s: %s", n.command[i], output);
+        as_the_tool_says(&n.memory[i], states_of(&n.net[i], n.optimizer[i]), 0);
     }
-    free(n.net), free(n.memory), free(n.optimizer), free(n.muon), free(n.received);
+    free(n.command), free(n.net), free(n.memory), free(n.optimizer), free(n.muon), free(n.received);
 }
 
 static const struct {
@@ -364,6 +382,7 @@ TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
     for (int i = 0; i < 12; i++) {
         net n = random_net(&state);
         fsdp_memory memory;
+        char command[200];
         built b;
         sim s;
         n.replicas = row->replicas, n.lanes = 0;
@@ -372,6 +391,7 @@ TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
         CHECK(sim_open(&s));
         train_net(&b, s.world, &n);
         CALL(s.world, fsdp_model_memory(b.m, &memory));
+        command_of(s.world, &b, &n, command, sizeof command);
         int64_t numel[2] = {0, 0}, muon = 0;
         matrices x = {NULL, n.root ? b.units[0] : NULL};
         fsdp_muon_desc md = fsdp_muon_defaults();
@@ -388,6 +408,9 @@ TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
         CHECK_EQ_INT(sim_close(&s), 0);
         snprintf(w_case, sizeof w_case, "net %d of %d ranks", i, row->ranks);
         CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer none") == 0, "%s", output);
+        as_the_tool_says(&memory, 0, 0);
+        CHECK_MSG(fit("%s %s --no-sync %d --optimizer none", path_of("net"), command, n.before) == 0,
+                  "%s: %s", command, output);
         as_the_tool_says(&memory, 0, 0);
         if (!with_muon) continue;
         CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer muon") == 0, "%s", output);
