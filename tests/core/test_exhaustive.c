@@ -134,7 +134,8 @@ static void start_values(void *user, const fsdp_param_view *block) {
     const b_param *p = &x->c->param[block->index];
     const int64_t bytes = block->numel * (int64_t)fsdp_dtype_size(block->dtype);
     const int64_t first = p->shard_dim ? 0 : b_chunk(p, x->c->shards) * x->shard;
-    EXPECT(x, block->numel == lab_numel(block->ndim, block->local_shape) && block->numel > 0, "block of %d", block->index);
+    EXPECT(x, block->numel == lab_numel(block->ndim, block->local_shape) && block->numel > 0, "block of %d",
+           block->index);
     EXPECT(x, block->start[0] == (block->ordinal == x->ordinal ? x->row : first), "rows are not consecutive");
     EXPECT(x, block->local_shape[0] == 1 || bytes <= x->fill_bytes, "a block of %lld bytes", (long long)bytes);
     x->ordinal = block->ordinal, x->row = block->start[0] + block->local_shape[0], x->blocks++;
