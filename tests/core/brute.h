@@ -17,7 +17,7 @@ enum { B_RANKS = 6, B_PARAMS = 3, B_DIMS = 3, B_NUMEL = 512, B_MICROS = 3, B_STE
 // What varies, and how many values it has. Some values need others: see b_impossible.
 #define B_AXIS_LIST(X)                                                                             \
     X(SPLIT, "split", 14)  /* shard x replicate */                                                 \
-    X(MESH, "mesh", 4)     /* how it is said */                                                    \
+    X(MESH, "mesh", 5)     /* how it is said */                                                    \
     X(COUNT, "params", 3)  /* less one */                                                          \
     X(NDIM, "ndim", 3)     /* of parameter 0, less one */                                          \
     X(SHARD_DIM, "dim", 3) /* of parameter 0 */                                                    \
@@ -63,7 +63,7 @@ static const struct {
 } b_splits[14] = {{1, 1}, {2, 1}, {1, 2}, {3, 1}, {1, 3}, {4, 1}, {2, 2},
                   {1, 4}, {5, 1}, {1, 5}, {6, 1}, {3, 2}, {2, 3}, {1, 6}};
 
-enum { B_MESH_PLAIN = 0, B_MESH_INFO, B_MESH_REVERSED, B_MESH_UNIT };
+enum { B_MESH_PLAIN = 0, B_MESH_INFO, B_MESH_REVERSED, B_MESH_UNIT, B_MESH_SLICE };
 enum { B_STORED_SEVERAL = 4, B_STORED_INT };
 enum { B_PACKED = 0, B_DIRECT, B_DEFAULT, B_MIXED };
 enum { B_ALWAYS = 0, B_NEVER, B_SOME, B_ALL }; // SOME, ALL: 1/n is kept, n < W, n = W

@@ -17,7 +17,9 @@
 typedef struct {
     int rank, ranks; // of worlds of so many
     fsdp_world *world[2];
-    fsdp_mesh *line[2], *mesh[2][14], *swapped[2][14], *reversed[2][14]; // by split
+    const int32_t *members; // the ranks that train, by place; NULL: all
+    const fsdp_mesh *line[2], *mesh[2][14], *swapped[2][14], *reversed[2][14],
+        *sliced[2][14]; // by split
     const b_case *c;
     const b_truth *truth;
     int shard, blocks; // my place in the shard group of this case; blocks that were filled
@@ -63,7 +65,8 @@ static fsdp_world *the_world(const rank_state *x) { return x->world[x->c->axis[B
 static void choose_mesh(rank_state *x, const fsdp_mesh **mesh, fsdp_mesh_info *info) {
     const b_case *c = x->c;
     int split = c->axis[B_SPLIT], plain = c->axis[B_PLAIN], at = x->rank;
-    *mesh = c->replicas == 1 ? NULL : x->mesh[plain][split];
+    *mesh = c->replicas == 1 && !x->members ? NULL : x->mesh[plain][split];
+    if (c->axis[B_MESH] == B_MESH_SLICE) *mesh = x->sliced[plain][split];
     if (c->axis[B_MESH] == B_MESH_REVERSED) {
         *mesh = x->reversed[plain][split];
         at = c->ranks - 1 - at;
@@ -403,9 +406,20 @@ static void check_no_grad(const rank_state *x) {
     }
 }
 
+/* The library's place of this rank is that of the case. */
+static void check_info(const rank_state *x) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    DO(x, fsdp_unit_mesh_info(x->unit, &info));
+    EXPECT(x, info.shard_mesh_size == x->c->shards && info.shard_mesh_rank == x->shard,
+           "rank %d of %d shards", info.shard_mesh_rank, info.shard_mesh_size);
+    EXPECT(x, info.replicate_mesh_size == x->c->replicas, "%d replicas", info.replicate_mesh_size);
+    EXPECT(x, info.mesh && (info.shard_comm != NULL) == (x->c->shards > 1), "mesh or group");
+}
+
 static void begin_case(rank_state *x) {
     int64_t numel = 0;
     build(x);
+    check_info(x);
     memset(&x->predicted, 0, sizeof x->predicted);
     DO(x, fsdp_model_predict(x->model, &x->predicted));
     DO(x, fsdp_init_params(x->model, start_values, x));
@@ -751,31 +765,32 @@ static const fsdp_comm_ops fiber_ops = {
 
 /* ---- worlds and meshes ----------------------------------------------------------------------- */
 
-static fsdp_mesh *make_mesh(fsdp_world *w, int outer, int inner, const int32_t *ranks, int named) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh = NULL;
-    d.ndim = 2;
-    d.shape[0] = outer;
-    d.shape[1] = inner;
-    d.ranks = ranks;
-    d.names[0] = named ? "replicate" : NULL;
-    d.names[1] = named ? "shard" : NULL;
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
-    return mesh;
+static const fsdp_mesh *make_mesh(fsdp_world *w, int outer, int inner, const int32_t *ranks,
+                                  int named) {
+    static const char *const names[2] = {"replicate", "shard"};
+    const int32_t shape[2] = {outer, inner};
+    return lab_mesh(w, 2, shape, named ? names : NULL, ranks);
 }
 
-/* The meshes of one of a rank's worlds: in order, reversed, and with dims swapped. */
+/* Makes the meshes of one of a rank's worlds: in order, reversed, with dims swapped, and as slices of three dims. */
 static void make_meshes(rank_state *x, int plain) {
+    static const char *const names[3] = {"replicate", "one", "shard"};
+    static const int32_t ends[2] = {0, 2};
     fsdp_world *w = x->world[plain];
     int32_t back[B_RANKS];
-    for (int r = 0; r < x->ranks; r++) back[r] = x->ranks - 1 - r;
-    CALL(w, fsdp_mesh_1d(w, "shard", &x->line[plain]));
+    for (int r = 0; r < x->ranks; r++)
+        back[r] = x->members ? x->members[x->ranks - 1 - r] : x->ranks - 1 - r;
+    x->line[plain] = lab_mesh(w, 1, &x->ranks, &names[2], x->members);
     for (int s = 0; s < b_axis_counts[B_SPLIT]; s++) {
         int shards = b_splits[s].shards, replicas = b_splits[s].replicas;
         if (shards * replicas != x->ranks) continue;
-        x->mesh[plain][s] = make_mesh(w, replicas, shards, NULL, 1);
+        const int32_t shape[3] = {replicas, 1, shards};
+        fsdp_mesh *slice = NULL;
+        x->mesh[plain][s] = make_mesh(w, replicas, shards, x->members, 1);
         x->reversed[plain][s] = make_mesh(w, replicas, shards, back, 1);
-        x->swapped[plain][s] = make_mesh(w, shards, replicas, NULL, 0);
+        x->swapped[plain][s] = make_mesh(w, shards, replicas, x->members, 0);
+        CALL(w, fsdp_mesh_slice(lab_mesh(w, 3, shape, names, x->members), ends, 2, &slice));
+        x->sliced[plain][s] = slice;
     }
 }
 
@@ -928,6 +943,8 @@ static void run_walk(int64_t from, int64_t end, uint64_t share, int whole) {
 typedef struct {
     const char *name;
     int ranks, cases, lanes, processes;
+    int size;                 // of the world, if some of its ranks do not train; else 0
+    int32_t members[B_RANKS]; // and those that do
 } place;
 
 typedef struct {
@@ -954,13 +971,17 @@ static void real_rank(lab_rank *r) {
     b_truth *truth = (b_truth *)lab_zeros(2, sizeof *truth);
     const int64_t only = only_case();
     int64_t number = only >= 0 ? only : b_grid_size();
-    x->rank = r->rank, x->ranks = r->size;
+    x->rank = r->rank, x->ranks = w->at->ranks;
+    if (w->at->size) {
+        x->members = w->at->members;
+        for (x->rank = 0; x->rank < x->ranks && x->members[x->rank] != r->rank;) x->rank++;
+    }
     for (int k = 0; k < 2; k++) {
         x->world[k] = lab_world(r, k, w->at->lanes, k ? &plain : NULL);
         make_meshes(x, k);
     }
     x[1] = x[0];
-    for (int64_t done = 0, models = 1; done < w->cases; done += models) {
+    for (int64_t done = 0, models = 1; done < w->cases && x->rank < x->ranks; done += models) {
         models = only < 0 ? 3 - models : 1;
         for (int k = 0; k < models; k++)
             next_case(w, &x[k], &c[k], &truth[k], &number), begin_case(&x[k]);
@@ -981,7 +1002,7 @@ static void run_real(const place *at, int64_t cases) {
     const int64_t start = h_now_ms();
     w.seen = (coverage *)lab_shared(sizeof *w.seen);
     how.job = "exhaustive", how.bare = 1, how.processes = at->processes;
-    lab_run(at->ranks, &how, real_rank, &w);
+    lab_run(at->size ? at->size : at->ranks, &how, real_rank, &w);
     report(w.seen, 0, h_now_ms() - start);
     munmap(w.seen, sizeof *w.seen);
 }
@@ -1004,23 +1025,30 @@ TEST(long_exhaustive, walk, SECONDS(1200) | NIGHT) {
     run_walk(0, 1200000, 1, 1);
 }
 
-static const place places[] = {{"N=1", 1, 2000, 0, 0},
-                               {"N=2", 2, 1000, 0, 0},
-                               {"N=3", 3, 300, 0, 0},
-                               {"N=4", 4, 200, 0, 0},
-                               {"N=5", 5, 80, 0, 0},
-                               {"N=6", 6, 80, 0, 0},
-                               {"N=1/lanes=1", 1, 300, 1, 0},
-                               {"N=2/lanes=1", 2, 300, 1, 0},
-                               {"N=3/lanes=2", 3, 80, 2, 0},
-                               {"N=4/lanes=2", 4, 40, 2, 0},
-                               {"N=2/processes", 2, 200, 0, 1},
-                               {"N=3/processes", 3, 60, 1, 1}};
+static const place places[] = {
+    {"N=1", 1, 2000, 0, 0, 0, {0}},
+    {"N=2", 2, 1000, 0, 0, 0, {0}},
+    {"N=3", 3, 300, 0, 0, 0, {0}},
+    {"N=4", 4, 200, 0, 0, 0, {0}},
+    {"N=5", 5, 80, 0, 0, 0, {0}},
+    {"N=6", 6, 80, 0, 0, 0, {0}},
+    {"N=1/lanes=1", 1, 300, 1, 0, 0, {0}},
+    {"N=2/lanes=1", 2, 300, 1, 0, 0, {0}},
+    {"N=3/lanes=2", 3, 80, 2, 0, 0, {0}},
+    {"N=4/lanes=2", 4, 40, 2, 0, 0, {0}},
+    {"N=2/processes", 2, 200, 0, 1, 0, {0}},
+    {"N=3/processes", 3, 60, 1, 1, 0, {0}},
+    {"N=2/of_3", 2, 200, 0, 0, 3, {2, 0}},
+    {"N=4/of_6", 4, 60, 0, 0, 6, {4, 1, 0, 5}},
+    {"N=4/processes/of_5", 4, 40, 0, 1, 5, {3, 1, 0, 4}},
+};
 
 TEST_P(exhaustive, ranks, places,
-       BITS | (row->ranks > 3    ? MANY_RANKS
-               : row->ranks == 2 ? VALGRIND
-                                 : 0)) {
+       BITS |
+           (row->ranks > 3    ? MANY_RANKS
+            : row->ranks == 2 ? VALGRIND
+                              : 0) |
+           (row->lanes ? 0 : GLOO)) {
     run_real(row, W_SLOW ? row->cases / 3 : row->cases);
 }
 TEST_P(long_exhaustive, ranks, places, SECONDS(300) | NIGHT) {

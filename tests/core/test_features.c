@@ -1368,6 +1368,62 @@ static void clip_nonfinite(job *j) {
 }
 TEST(clip, nonfinite) { everywhere(clip_nonfinite, 1); }
 
+/* ---- several meshes in one model ------------------------------------------------------------- */
+
+/* On 4 ranks: all shard the first unit, pairs the middle one, so that two copies of it are trained, and the
+   last one is in HSDP. The gradients of the middle one are those of its pair. */
+static int pair_of(int rank) { return rank % 2; }
+
+static void mixed_backward(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        check_data(j, u);
+        for (int i = 0; i < PARAMS; i++) {
+            int p = u * PARAMS + i, n = u == 1 ? 2 : 4;
+            float *g = (float *)fsdp_grad(j->m.unit[u], i);
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
+                volatile float sum = 0, part = 1.0f / (float)n;
+                for (int r = 0; r < RANKS; r++)
+                    if (u != 1 || pair_of(r) == pair_of(j->rank))
+                        sum = sum + gradient(p, k, r, j->step);
+                g[k] += gradient(p, k, j->rank, j->step);
+                j->t.grad[p][k] = sum * part;
+            }
+            j->t.has[p] = 1;
+        }
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+static void mixed_body(job *j) {
+    const fsdp_mesh *grid = lab_mesh2(j->w, 2, 2, "dp", "ep"), *pairs = lab_slice(j->w, grid, 0);
+    make_empty_model(j);
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_unit_desc ud = FSDP_ZERO;
+        if (u == 1) ud.mesh = pairs;
+        if (u == 2) ud.mesh = grid;
+        j->m.unit[u] = add_unit(j, u, &ud);
+    }
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
+    for (int n = 0; n < 3; n++) {
+        forward(j);
+        int first = j->log.num;
+        mixed_backward(j);
+        for (int u = 0; u < UNITS; u++) {
+            int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
+            CHECK(scatter >= 0 && (sum >= 0) == (u == 2));
+            CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
+            if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
+        }
+        update(j);
+    }
+}
+TEST(meshes, mixed) {
+    for (int s = 6; s < 8; s++) launch_at(s, mixed_body);
+}
+
 /* ---- reports --------------------------------------------------------------------------------- */
 
 static void unit_memory(job *j) {
