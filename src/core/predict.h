@@ -46,8 +46,8 @@ static fsdp_status fsdpi_predict_step(fsdp_model *m) {
     return fsdpi_finalize(m);
 }
 
-// A microbatch that keeps what `step` says, and the last one. Others between them meet what the last
-// one meets, and release no more than it does.
+// Walks a microbatch that keeps what `step` says, and the last one. Any others between them need no
+// more memory: they meet what the last one meets.
 static fsdp_status fsdpi_predict_microbatches(fsdp_model *m, const fsdp_predict_desc *step) {
     const int keeps = step->without_sync || step->without_all_reduce || step->without_reshard;
     for (int left = keeps; left >= 0; left--) {
