@@ -1006,6 +1006,45 @@ TEST(trace, clock_error) {
     }
 }
 
+/* Clocks drift by a thousandth at most. A larger drift between two groups of meetings counts as error,
+   which is refused if it exceeds the sum of both errors. Drift in ns over 1 ms, each clock known to
+   500 ns. */
+TEST(trace, clock_drift) {
+    for (int64_t drift = -4100; drift <= 4100; drift += 200) {
+        const int64_t span = 1000000, size = drift < 0 ? -drift : drift, more = size - 1000;
+        const int64_t shift[2] = {70, 70 + drift};
+        fsdpi_tr_meeting m[2];
+        fsdpi_tr_event o;
+        fsdpi_tr_rank first, r;
+        fsdpi_tr_why why = {NULL, 0};
+        memset(m, 0, sizeof m), memset(&o, 0, sizeof o);
+        memset(&first, 0, sizeof first), memset(&r, 0, sizeof r);
+        m[1].came_ns = m[1].left_ns = o.begin_ns = o.end_ns = span;
+        r.meetings = m, r.num_meetings = 2, r.records = &o, r.num_records = 1, r.error_ns = 500;
+        CHECK_EQ_INT(fsdpi_tr_shift(&r, &first, shift, &why), more > 1000 ? -1 : 0);
+        if (more > 1000) continue;
+        CHECK_NEAR((double)r.error_ns, (double)(500 + (more > 0 ? more : 0)), 1);
+        CHECK_NEAR((double)(o.begin_ns - span - 70),
+                   (double)(size <= 1000 ? drift : drift < 0 ? -1000 : 1000), 1);
+    }
+}
+
+/* Events are in the order of their begin; of two that begin together the longer one is first. */
+TEST(trace, order) {
+    enum { ALL = 24 };
+    fsdpi_tr_event all[ALL];
+    memset(all, 0, sizeof all);
+    for (int i = 0; i < ALL; i++) { /* sorted by hand; numbers wrap */
+        all[i].begin_ns = i / 12, all[i].end_ns = 3 - i / 6 % 2;
+        all[i].seq = UINT32_MAX + (uint32_t)(i / 2 % 3), all[i].kind = (uint8_t)(i % 2);
+    }
+    for (int i = 0; i < ALL; i++)
+        for (int k = 0; k < ALL; k++) {
+            const int order = fsdpi_tr_by_time(&all[i], &all[k]);
+            CHECK_EQ_INT((order > 0) - (order < 0), (i > k) - (i < k));
+        }
+}
+
 /* Collectives that have waited for a stream and for a rank, on one stream; some that begin before
    the previous one ends; and a name that is partly UTF-8. */
 TEST(trace, json) {
