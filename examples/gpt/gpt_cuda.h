@@ -1033,8 +1033,8 @@ static void gpt_cuda_destroy(gpt_cuda *gpu) {
 
    It takes gpu->nbytes of device memory, all that a training needs in addition to parameters,
    gradients and moments. With a long context most of it are the probabilities of attention: for
-   each of the B*T positions L*H*T numbers, and L*16*C of the other activations. cuBLAS takes some MiB
-   more. */
+   each of the B*T positions L*H*T numbers, and L*16*C of the other activations. cuBLAS takes some
+   MiB more. */
 static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream_t stream,
                            gpt_cuda *gpu) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
