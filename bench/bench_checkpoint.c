@@ -1,4 +1,4 @@
-/* bench_checkpoint.c - checkpoints beside the file calls that they cannot do without
+/* bench_checkpoint.c - checkpoints compared with the file calls that they need
 
        build/bench/bench_checkpoint [--ranks 2] [--mib 256] [--rounds 5] [--dir /tmp]
 
@@ -6,7 +6,7 @@
            written by the same ranks with pwrite in pieces of 4 MiB and fsync. Goal: 1.15 times plain
    load    fsdp_checkpoint_load, with and without checksums, of files that the system has in memory.
            plain: pread of the same bytes into memory that was touched before. Goal: 1.1 times plain
-   async   how long fsdp_checkpoint_save_async takes to return, behind a first one that touches its
+   async   how long fsdp_checkpoint_save_async takes to return, after a first one that touches its
            memory. plain: memcpy of the same bytes. Goal: 1.3 times plain
    tiny    save and load of 300 tensors of 8 x 8
    cpu     of the process of rank 0: a busy machine makes times longer, and that hardly

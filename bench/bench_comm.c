@@ -1,5 +1,5 @@
-/* bench_comm.c - collectives of the backends beside what they could cost: memcpy, a raw TCP stream,
-   Gloo's own ring collectives; in one run, by the same processes, one of each in turn.
+/* bench_comm.c - compares collectives of the backends with memcpy, a raw TCP stream and Gloo's own
+   ring collectives, in one run, by the same processes, one of each in turn.
 
        build/bench/bench_comm [--backend shm,gloo] [--ranks 2,4] [--sizes 4K,64K,1M,16M,64M,256M]
                               [--seconds 0.5] [--cold 64M] [--csv]
@@ -14,8 +14,8 @@
              allocated, at the same distances from pages, no other rank's
      meet    what an all_reduce in shared memory cannot do without: the memcpy that moves what its
              reduce_scatter does, a meeting, and a memcpy of what the others have just written,
-             from their caches; a last meeting, after which memory is the caller's again. Nothing
-             is added up. For a reduce_scatter: the same sum between two meetings, of as many bytes
+             from their caches; a last meeting, after which the caller may write its memory. It
+             sums nothing. For a reduce_scatter: the same sum between two meetings, of as many bytes
              of this rank's own memory: what it costs that memory is another rank's is the difference
      tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
              way, an all_reduce twice that; one thread, no protocol, nothing is added up
@@ -32,7 +32,7 @@
    the same to stdout.
 
    With -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO both backends and the ring are there, which needs
-   fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, shm alone.
+   fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, only shm.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
@@ -80,7 +80,7 @@ typedef struct {
 // Common memory. Rank 0 writes what is next; the gate orders it.
 typedef struct {
     pthread_barrier_t gate;
-    int64_t start[WORLD_MAX], end[WORLD_MAX]; // of one sample
+    int64_t start[WORLD_MAX], end[WORLD_MAX]; // times of one sample
     int32_t op, who, repeats, check, quit, is_cold;
     uint32_t awake; // how often ranks were, since the beginning
     size_t bytes, place;
@@ -101,7 +101,7 @@ typedef struct {
     backend backends[BACKENDS];
     void *ring;
     int sockets[WORLD_MAX];
-    char *from, *to; // of the other rivals
+    char *from, *to; // buffers of the other rivals
     char *cold;
 } worker;
 

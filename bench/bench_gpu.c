@@ -1,5 +1,5 @@
-/* bench_gpu.c - what the library costs on a GPU: its kernels beside cudaMemcpyAsync, hooks beside
-   the calls of the CUDA runtime that they make, memory beside what is predicted, collectives
+/* bench_gpu.c - the library's cost on a GPU: its kernels compared with cudaMemcpyAsync, hooks with
+   the calls of the CUDA runtime that they make, memory with the prediction, and collectives
 
        make gpu-bench                                 all of it, and the trainer's overhead
        build/nccl/bench/bench_gpu [--small]           on one rank; --small: sizes for a trial
@@ -25,7 +25,7 @@
 #include "backends/fsdp_cuda_kernels.h"
 
 enum { PARAMS = 9, RANKS = 8, CALLS = 10 /* in one sample */, UNITS = 8, HOOK_STEPS = 30 };
-enum { RUNS = 98 }; /* of AdamW: a GPT of 12 layers, where matrices decay and vectors do not */
+enum { RUNS = 98 }; /* of AdamW, for a GPT of 12 layers: matrices decay, vectors do not */
 static const int64_t SHAPES[PARAMS][2] = {{4096, 4096},  {1024, 4096},  {1024, 4096},
                                           {4096, 4096},  {14336, 4096}, {14336, 4096},
                                           {4096, 14336}, {4096, 1},     {4096, 1}};
@@ -48,7 +48,7 @@ static FILE *open_csv(void) {
     return csv;
 }
 
-/* One line: `ratio` of value and beside, which is NAN if there is nothing beside it. */
+/* Prints one line, with the ratio of value and `beside`, which is NAN if there is no comparison. */
 static void result(const char *what, double value, const char *unit, double beside,
                    const char *goal) {
     static FILE *csv;
@@ -162,7 +162,7 @@ static void set_copy(kernels *k, int shape, int out_dtype, int dtype, double sca
                (fsdp_dtype_size(dtype) + fsdp_dtype_size(out_dtype) * (add ? 2 : 1));
 }
 
-/* AdamW of the shards, in so many runs. */
+/* Sets AdamW of the shards, in `runs` parts. */
 static void set_updates(kernels *k, int runs) {
     static const double scalars[8] = {1 - 1e-5, 0.1, 0.95, 0.05, 0.3, 1e-8, -1e-3, 0};
     int64_t count = k->shard / runs / 64 * 64; /* each begins at a multiple of 256 bytes */
@@ -372,8 +372,8 @@ static double reduce_seconds(void *arg) {
     return seconds;
 }
 
-/* Four matrices that arrive in place, by an operation each, beside the same packed: one operation,
-   and a copy out. Which is faster at which size, direct_min should know. */
+/* Compares four matrices that arrive in place, by one operation each, with the same four packed:
+   one operation and a copy out. direct_min should be the size from which the first way is faster. */
 static void bench_direct(int64_t width) {
     double us[2][2]; /* gather, reduce; in place, packed */
     char what[64];

@@ -6,8 +6,8 @@
    --bf16 1 multiplies by oneDNN (libdnnl-dev) in place of fsdp_host_gemm; compile it in by
        CPPFLAGS=-DBENCH_ONEDNN LDLIBS=-ldnnl make GLOO=yes BUILD=build/gloo build/gloo/bench/bench_muon
 
-   Ranks are processes of this host with one thread each. A time is a fsdp_muon_step of rank 0 behind
-   a barrier: median over steps behind the first. Bytes are what rank 0 receives in a step.
+   Ranks are processes of this host with one thread each. A time is a fsdp_muon_step of rank 0 after
+   a barrier: median over steps after the first. Bytes are what rank 0 receives in a step.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE

@@ -5,15 +5,16 @@
        FSDP_BACKEND=gloo build/gloo/bench/bench_plan --steps
 
    --host      forward and backward of 16 units of 12 parameters, with a device and a comm that do
-               nothing: by calls, replayed as they are by calls (no pass), and with all passes;
+               nothing: eager, replayed without a pass, and with all passes;
                --callgrind: with instructions, which valgrind counts
-   --steps     64 units of 16 x 16, where collectives cost their latency, and 6 of 1,024 x 1,024: by
-               calls, in buckets of 4, 8 and 16 units whose parameters are freed as by calls, and
-               with the defaults. The caller only adds to gradients
+   --steps     64 units of 16 x 16, where collectives cost their latency, and 6 of 1,024 x 1,024:
+               eager, in buckets of 4, 8 and 16 units whose parameters are freed as in the eager
+               step, and with the defaults. The caller only adds to gradients
    --making    what finalize of the recorded step takes more than that of others, by number of units
    --prove     what the proof takes, which is a part of that
    Without any of them: all. All ways of a table take turns, step by step, in one order and its
-   reverse, so that other work of the machine hits them alike; times are medians. The steps of all ways have to leave the same bits.
+   reverse, so that other work of the machine affects all equally; times are medians. The steps of
+   all ways must leave the same bits.
    Writes $FSDP_BUILD/bench_plan_host.csv, bench_plan.csv, bench_plan_making.csv and
    bench_plan_prove.csv.
 
@@ -109,7 +110,7 @@ static const char *const step_ways[STEP_WAYS] = {"calls", "4 units", "8 units", 
                                                  "defaults"};
 static const struct { int units, width, steps; } shapes[] = {{64, 16, 100}, {6, 1024, 15}};
 
-typedef struct { // of one way
+typedef struct { // one way of a step
     bench_stats us;
     int gathers, reductions, replays, same_bits;
     uint64_t bytes; // read from other ranks in a step

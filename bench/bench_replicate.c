@@ -1,5 +1,5 @@
-/* bench_replicate.c - DDP: one unit for each parameter, buckets, and one bucket, beside the same
-   passes without communication; and what a parameter's grad and ready cost the host
+/* bench_replicate.c - DDP: one unit for each parameter, buckets, and one bucket, compared with
+   the same passes without communication; and the host cost of a parameter's grad and ready
 
        build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--lanes 0,2] [--batch 1]
                                    [--rows plain,units,buckets,small,one] [--steps N] [--rounds N]
@@ -18,11 +18,11 @@
    extra    what a row's pass takes more than that of plain
    comm     how long its all-reduces are under way, mean over steps
    hidden   the share of the time in which collectives are under way that the caller spends outside
-            of the library's functions: 0 inline, where each collective runs inside of a call
+            of the library's functions: 0 inline, where each collective runs inside a call
    zero     how long zeros are written into messages before a bucket's first gradient; copy: how
             long sums are divided and added to the gradients that optimizers see. Means over steps
    --host   only the cost of the calls, with a device and a comm that do nothing. Goal: 80 ns for
-            grad and ready of a parameter, beside the core's hooks of the same units
+            grad and ready of a parameter, compared with the core's hooks of the same units
    bench/compare_ddp.py compares with PyTorch. Writes $FSDP_BUILD/bench_replicate.csv.
 
    SPDX-License-Identifier: MIT */
@@ -39,9 +39,9 @@ static const char *const mode_names[MODES] = {"plain", "units", "buckets", "smal
 
 // Common memory of the ranks: what rank 0 found.
 typedef struct {
-    double pass_us, comm_us, hidden; // of a step; share of it
-    double zero_us, copy_us;         // of a step
-    double loss, checksum;           // of the last step: mean over the ranks; of its gradients
+    double pass_us, comm_us, hidden; // times of a step; share of them
+    double zero_us, copy_us;         // times of a step
+    double loss, checksum;           // the last step's mean loss over the ranks, and its gradients
     int buckets;
 } result;
 
@@ -54,9 +54,9 @@ typedef struct {
     const job *j;
     int rank, numel;
     fsdp_model *model;
-    fsdp_replicate *rep;      // of BUCKETS, SMALL and ONE
-    fsdp_unit *units[LAYERS]; // of UNITS
-    float *w, *g;             // of PLAIN: (LAYERS, numel)
+    fsdp_replicate *rep;      // in modes BUCKETS, SMALL and ONE
+    fsdp_unit *units[LAYERS]; // in mode UNITS
+    float *w, *g;             // in mode PLAIN: (LAYERS, numel)
     float *x, *d;             // (LAYERS + 1, batch, numel), (batch, numel)
     double pass_us[STEPS_MAX], loss;
     bench_span comms[SPANS_MAX], calls[SPANS_MAX];
@@ -180,7 +180,7 @@ static void called(trainer *t, int64_t begin) {
     if (t->num_calls < SPANS_MAX) t->calls[t->num_calls++] = now;
 }
 
-// The hooks before and after forward and backward of a layer; finalize tells of failures.
+// Calls the hooks before forward or backward of a layer; finalize returns their failures.
 static const float *open_layer(trainer *t, int l, int backward, float **g) {
     if (t->j->mode == PLAIN) {
         if (g) *g = t->g + (ptrdiff_t)l * t->numel;

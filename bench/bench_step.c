@@ -1,5 +1,5 @@
-/* bench_step.c - training steps of an MLP and of the GPT of examples/gpt: sharded, beside the same
-   loop without sharding
+/* bench_step.c - training steps of an MLP and of the GPT of examples/gpt: sharded, compared with
+   the same loop without sharding
 
        build/bench/bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4]
                               [--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps N]
@@ -15,7 +15,7 @@
    Parameters, data and optimizer (AdamW) are those of bench/fsdp_step.py, which runs both programs
    and compares times and losses; all of them are functions of a place, see noise().
    hidden  the share of the time in which collectives are under way that the caller spends outside
-           of fsdp's functions: 0 inline, where each collective runs inside of a hook
+           of fsdp's functions: 0 inline, where each collective runs inside a hook
    --plan 1  steps are recorded and replayed (fsdp_plan.h), from the third one on, with its defaults
    Times are medians over steps, of rank 0. Writes $FSDP_BUILD/bench_step.csv.
 
@@ -56,8 +56,8 @@ static const fsdp_adamw_hyper HYPER = {1e-3, 0.9, 0.999, 1e-8, 0.01, 0};
 // Common memory of the ranks: what rank 0 found.
 typedef struct {
     double losses[STEPS_MAX]; // mean over the ranks
-    double pass_us, optim_us; // of a step: forward and backward; the optimizer
-    double comm_us, hidden;   // of a step; share of it
+    double pass_us, optim_us; // medians of a step: forward and backward; the optimizer
+    double comm_us, hidden;   // time of a step; share of it
 } result;
 
 typedef struct {

@@ -21,7 +21,7 @@ enum { RANKS = 4, L = 3, C = 48, STEPS = 120 };
 
 typedef struct {
     int replicas;                              // in: 1 is plain FSDP
-    int shard, replica;                        // of the last rank
+    int shard, replica;                        // out: those of the last rank
     double first, last;                        // loss
     unsigned long long held, gathered, summed; // bytes: of shards; read by a rank in one step
 } result;

@@ -4,7 +4,7 @@
    tools/fsdprun -n 4 ./05_lora       four ranks, each with a quarter of every matrix
 
    A layer is y = x + W x + B (A x), where W (C,C) is frozen and A (R,C), B (C,R) are adapters. All
-   of it is sharded and gathered alike, whatever the dtypes; but only adapters have gradients and
+   of them are sharded and gathered, whatever the dtypes; only adapters have gradients and
    optimizer states.
 
    SPDX-License-Identifier: MIT */
@@ -106,7 +106,7 @@ int main(void) {
     for (int l = 0; l < L; l++) {
         fsdp_param_desc p[3] = {fsdp_mat("W", C, C), fsdp_mat("A", R, C), fsdp_mat("B", C, R)};
         p[BASE].frozen = 1;
-        p[BASE].dtype = FSDP_BF16; // of the stored shard; adapters are f32
+        p[BASE].dtype = FSDP_BF16; // dtype of the stored shard; adapters are f32
         fsdp_unit_desc ud = FSDP_ZERO;
         ud.params = p, ud.num_params = 3;
         if (fsdp_fully_shard(model, &ud, &h[l])) return 1;

@@ -3,7 +3,7 @@
 
    Four ranks hold all parameters, and each sees samples of its own. 24 small layers have 48
    gradients of 16 or 256 numbers. Layer by layer these are 24 messages in each step. In buckets
-   they are 3, of 8 layers each, on their way while backward goes on. Sums are in the order of the
+   they are 3, of 8 layers each, on their way while backward continues. Sums are in the order of the
    ranks, so losses are equal to the bit.
 
    SPDX-License-Identifier: MIT */

@@ -1,10 +1,10 @@
 /* 07_plan.c - a step that is recorded and replayed: fewer gathers, the same bits
    cc -O2 -I. examples/07_plan.c -o 07_plan -pthread -lm && ./07_plan
 
-   A net uses its three layers as 0 0 1 1 2 2 0 1 2 0 1 2. By calls each use gathers its layer twice,
-   in forward and in backward. A plan knows the whole step: it keeps what is needed soonest, as far
-   as memory allows. The trainer says one line more. The same training runs by calls, from a plan
-   in the memory that calls take, and from one that may take two slots more.
+   A net uses its three layers as 0 0 1 1 2 2 0 1 2 0 1 2. Without a plan each use gathers its layer
+   twice, in forward and in backward. A plan knows the whole step: it keeps the layers that are used
+   soonest, as far as memory allows. It takes one more line in the trainer. The same training runs
+   eagerly, from a plan in the memory of the eager step, and from one that may take two more slots.
    ./07_plan FILE also writes the first plan as text (docs/plan.md reads one).
 
    SPDX-License-Identifier: MIT */
@@ -23,7 +23,7 @@ typedef struct {
     long long most_bytes;        // in: of slots, with a plan
     const char *text;            // in: where the plan goes, or NULL
     unsigned long long gathers;  // out: in the last step
-    long long slots, slot;       // out: bytes by calls, of all slots and of one gathered layer
+    long long slots, slot;       // out: bytes of the eager step: all slots, one gathered layer
     float loss[STEPS], w[C * C]; // out
 } run;
 

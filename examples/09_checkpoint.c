@@ -1,8 +1,8 @@
-/* 09_checkpoint.c - save while training goes on, then go on with the same ranks and with fewer
+/* 09_checkpoint.c - saves during training, then continues with the same ranks and with fewer
    cc -O2 -I. examples/09_checkpoint.c -o 09_checkpoint -pthread -lm && ./09_checkpoint
 
-   A training of 40 steps on 4 ranks saves behind each 10 of them, asynchronously. Then it is started
-   again from step 20: 4 ranks compute the same bits as before, 3 ranks the same but for rounding.
+   A training of 40 steps on 4 ranks saves after every 10 of them, asynchronously. Then it starts
+   again from step 20: 4 ranks compute the same bits, 3 ranks the same except for rounding.
    ./09_checkpoint DIR keeps the files in DIR, to look at.
 
    SPDX-License-Identifier: MIT */
@@ -20,7 +20,7 @@ enum { L = 3, C = 32, SAMPLES = 12, STEPS = 40, EVERY = 10 }; // SAMPLES: of a s
 typedef struct {
     const char *dir;
     int ranks;         // in
-    int resume;        // in: go on from the newest checkpoint that is not newer; -1: from the start
+    int resume;        // in: continue from the newest checkpoint up to this step; -1: start from 0
     float loss[STEPS]; // out
 } job;
 
@@ -81,7 +81,7 @@ static int rank_main(fsdp_world *world, void *arg) {
     fsdp_checkpoint *ck;
     char path[4096];
     cd.blobs = &blob, cd.num_blobs = 1;
-    if (fsdp_checkpoint_create(model, &cd, &ck)) return 1; // behind the optimizer
+    if (fsdp_checkpoint_create(model, &cd, &ck)) return 1; // after the optimizer
     if (j->resume >= 0) {
         if (fsdp_checkpoint_find(ck, j->dir, j->resume, path, sizeof path, &step)) return 1;
         if (step >= 0 && fsdp_checkpoint_load(ck, path, NULL)) return 1; // all ranks, or none

@@ -1,4 +1,4 @@
-/* 10_muon.c - Muon for the matrices and AdamW for the rest, on 4 ranks, beside AdamW alone
+/* 10_muon.c - Muon for the matrices and AdamW for the rest, on 4 ranks, compared with only AdamW
    cc -O2 -I. examples/10_muon.c -o 10_muon -pthread -lm && ./10_muon
    with OpenBLAS: add -DUSE_CBLAS $(pkg-config --cflags --libs openblas)
 
@@ -44,7 +44,7 @@ static void my_init(void *user, const fsdp_param_view *rows) {
             rows->ndim == 2 ? 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k)) : 0;
 }
 
-// What Muon has is not AdamW's: a negative group.
+// Returns a negative group for the parameters that Muon updates: AdamW leaves them out.
 static int others(void *user, const fsdp_param_view *param) {
     return fsdp_muon_takes((const fsdp_muon *)user, param) ? -1 : 0;
 }

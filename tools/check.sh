@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT
-# check.sh - the gates of `make check`: what is asked of the sources, not of a run of the tests.
+# check.sh - the gates of `make check`, which check the sources, not a run of the tests.
 #
 #   tools/check.sh --list ci|nightly [NAME...]   gates whose names begin so, with ci those of both;
 #                                                none: all of ci, or of nightly; a name of no gate
@@ -9,7 +9,7 @@
 #
 # `nightly` are those that `ci` leaves out. A gate is a function gate_KIND; its name is KIND and the
 # function's arguments, joined by dots. It passes by exit status 0, is skipped by 77 (its last line
-# is the reason), else it fails, and then its output is shown. Flags come from the Makefile, and
+# is the reason), and otherwise fails: then its output is shown. Flags come from the Makefile, and
 # tools/run_tests.sh runs several gates at a time: use `make check`.
 set -uo pipefail
 build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check
@@ -50,7 +50,7 @@ gate_matrix() { # COMPILER STANDARD
 
 gate_optimize() { implement | compile "$1" c99 "-$2" -c -o /dev/null; }
 
-# A header alone, twice, and its implementation alone, without the libc's extensions.
+# Only one header, twice, and only its implementation, without the libc's extensions.
 gate_alone() { # HEADER'S STEM
     { include "$1.h" "$1.h" && echo 'int main(void) { return 0; }'; } |
         compile gcc c99 -fsyntax-only
@@ -95,7 +95,7 @@ gate_last() { # STANDARD
         "$work/last.$1"
 }
 
-# A macro that cuts or selects something, alone. Without code, only clang sees unused functions.
+# One macro that cuts or selects something. Without code, only clang sees unused functions.
 gate_option() { # MACRO
     implement | compile gcc c99 "-D$1" -fsyntax-only
     implement | compile g++ c++11 "-D$1" -fsyntax-only
@@ -105,7 +105,7 @@ gate_option() { # MACRO
 use='long long use(void); long long use(void) { fsdp_range r; r.start = 0;
     return fsdp_shard_range(10, 4, 1, &r) ? -1 : (long long)r.start; }'
 
-# Getters that know the type, in C++. A wrong one shows in finalize, and gives memory all the same.
+# Getters that know the type, in C++. A wrong one fails in finalize, and still returns memory.
 typed='static int typed() {
     fsdp_world *w; fsdp_model *m; fsdp_unit *u;
     fsdp_param_desc p = fsdp_vec("w", 4);
@@ -235,13 +235,14 @@ gate_budget() {
     done
 }
 
-# What examples and tests include, with the one header in place of fsdp.h and src/core/.
+# Writes the headers that examples and tests include, with the one header in place of fsdp.h and
+# src/core/.
 single_folder() { # FOLDER
     need python3
     rm -rf "$1"
     python3 tools/amalgamate.py "$1"
 }
-# Nothing but the one fsdp.h, then extensions beside it, in the ways to use them.
+# Only the one fsdp.h, then extensions next to it, in the ways to use them.
 gate_single() {
     local dir=$PWD/$work/single alone=$PWD/$work/alone f
     single_folder "$dir"

@@ -1,11 +1,11 @@
-/* fsdpck.c - look at checkpoints, check, compare, cut anew, export and import them: one process,
+/* fsdpck.c - lists, checks, compares, reshards, exports and imports checkpoints, in one process and
    without a job.
 
        cc -O2 -o fsdpck tools/fsdpck.c -pthread -lm
        ./fsdpck verify run/step-00001000
 
-   It reads what fsdp_checkpoint_load reads. See usage() for the rest. Names in files are of
-   strangers: what is not printable ASCII is printed as \xNN. Linux.
+   It reads what fsdp_checkpoint_load reads. See usage() for the rest. Names in files are
+   not trusted: bytes that are not printable ASCII are printed as \xNN. Linux.
 
    SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE
@@ -27,7 +27,7 @@ enum { MOST_SKIPS = 64 };
 enum { EXIT_DIFFERS = 1, EXIT_USAGE = 2, EXIT_IO = 3 };
 enum { PIECE = 1 << 20 }; // elements that diff compares at once
 
-// What the user wants.
+// A command line.
 typedef struct request {
     const struct verb *verb;
     const char *paths[2];
@@ -424,7 +424,8 @@ static int dtype_of(request *q, const char *text) {
     return expected("--dtype", "f32, bf16, f16 or f64");
 }
 
-// The value of the option `name` in argv[*i] or behind it; NULL: another option, or not the verb's.
+// Returns the value of the option `name`: after = in argv[*i], or the next word. Returns NULL if
+// argv[*i] is another option, or if the verb does not have it.
 static const char *option(const request *q, const char *name, char **argv, int *i) {
     const size_t length = strlen(name);
     const char *rest = argv[*i] + length;
@@ -433,7 +434,7 @@ static const char *option(const request *q, const char *name, char **argv, int *
     return *rest == '=' ? rest + 1 : NULL;
 }
 
-// 0: go on. Else an exit status.
+// Reads the arguments. Returns 0, or an exit status.
 static int read_arguments(request *q, int argc, char **argv) {
     const char *v;
     int bad = 0, only_paths = 0;

@@ -6,7 +6,8 @@
 
    It has no formula. In a world without peers (backends/fsdp_fake.h), whose memory is addresses
    only, the library commits the model, makes the optimizer and runs two steps. See help for the
-   rest. Names in files are of strangers: what is not printable ASCII is printed as \xNN. Linux.
+   rest. Names in files are not trusted: bytes that are not printable ASCII are printed as \xNN.
+   Linux.
 
    SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE
@@ -27,7 +28,7 @@
 enum { EXIT_FULL = 1, MOST_RANKS = FSDPI_FAKE_RANKS };
 #define BY_COLUMNS "(o_proj|down_proj|out_proj|wo|w2)\\.[a-z]+$" // tp cuts dim 1, else dim 0
 
-// What one run may have otherwise than another.
+// The settings in which runs differ.
 typedef struct setting {
     int replicas, shards, tp; // ranks of each dim of the mesh
     fsdp_dtype param;
@@ -36,7 +37,7 @@ typedef struct setting {
 } setting;
 
 typedef struct outcome {                           // bytes of one rank
-    fsdp_memory memory;                            // as fsdp_model_memory tells it after two steps
+    fsdp_memory memory;                            // of fsdp_model_memory, after two steps
     int64_t optimizer, muon, average, world, host; // host: of memory.total_bytes
     int64_t need;                                  // on the device, with activations
     int64_t moved; // in a step: received from other ranks, or copied to or from pinned memory
@@ -47,7 +48,7 @@ static struct {
     fsdp_dtype store, reduce;
     int ranks, lanes, streams, search, before; // before: microbatches before the last one
     int64_t limit, reserve, activations;
-    int optimizer; // of optimizers
+    int optimizer; // index into optimizers
     int ema;
     name_rules rules;
     regex_t by_columns;
@@ -68,7 +69,7 @@ typedef struct run {
     fsdp_model *m;
     fsdp_dmesh *dm;          // NULL: no tensor parallelism
     fsdp_param_desc *params; // [list.count]
-    fsdp_placement *cuts;    // likewise
+    fsdp_placement *cuts;    // [list.count]
 } run;
 
 // A unit of [begin, end). With tensor parallelism: of those that are cut, or are not.
@@ -138,7 +139,7 @@ static void measure(const fsdp_unit *u, int64_t *whole, int64_t *shard) {
         *whole += fsdpi_bytes(u->params[k].lay.numel, want.store);
 }
 
-// Padding of the units, those alike in one line.
+// Prints the padding of the units, equal neighbours in one line.
 static void show_padding(const run *x) {
     fsdp_unit *const *units = x->m->units;
     double most = 0;
@@ -292,7 +293,7 @@ static void show_options(option *options, int n) {
 // A number of shards, above that of x, with which it fits: found by halving. 0, or an exit status.
 static int more_shards(option *x) {
     int low, high = x->s.shards, bad = 0;
-    x->o.need = INT64_MAX; // there are not so many ranks
+    x->o.need = INT64_MAX; // if no number of ranks is enough
     do {
         low = high;
         if (high > MOST_RANKS / x->s.replicas / x->s.tp / 2) return bad;
@@ -308,7 +309,7 @@ static int more_shards(option *x) {
     return bad ? bad : run_it(&x->s, &x->o, 0);
 }
 
-// All meshes of so many ranks, the best first. 0, or an exit status.
+// Finds all meshes of want.ranks ranks, the best first. Returns 0, or an exit status.
 static int search(option found[256], int *n) { // no number up to MOST_RANKS has more divisors
     const int ranks = want.ranks / want.s.tp;
     int bad = 0;
@@ -525,7 +526,7 @@ int main(int argc, char **argv) {
     int bad = regcomp(&want.rules.unit, "^$", REG_EXTENDED) |
               regcomp(&want.rules.skip, "^$", REG_EXTENDED) |
               regcomp(&want.by_columns, BY_COLUMNS, REG_EXTENDED);
-    (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
+    (void)unsetenv("FSDP_FLIGHT_RECORD"); // not for worlds without peers
     (void)unsetenv("FSDP_TRACE");
     const int asks = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
     if (!bad && !asks) bad = read_arguments(argc, argv, &paths);

@@ -82,7 +82,7 @@ static const char *const names[NAMES] = {
     ("(^|\\.)(running_mean|running_var|num_batches_tracked|(original_)?inv_freq|position_ids|"
      "relative_position_index|relative_coords_table|freqs_cis|(cos|sin)_cached|masked_bias|"
      "(attn|causal)_mask)$"),
-    "(^|[._])(attn|attention)\\.bias$", // of two dims
+    "(^|[._])(attn|attention)\\.bias$", // a causal mask of two dims
     ("(_scale_inv|(weight|input|output|global|[qkv])_scale(_2)?|[._]scales|qzeros|zero_point|"
      "absmax|quant_map|\\.SCB)$"),
     "(layer|block)s?[._]?$|(^|[._])h[._]?$",
@@ -125,7 +125,7 @@ static void leave_out(const fsdp_checkpoint_tensor *t, int kind) {
     list.left[kind].names++; // SHOWN + 1: there are others
 }
 
-// A byte holds two weights of 4 bits: can more weights be packed than are counted?
+// Returns 1 if more weights may be packed than are counted: a byte can hold two weights of 4 bits.
 static int is_packed(void) { return 2 * (double)list.packed > (double)list.numel; }
 
 // Lines "unit NAME: param NAME ROWS COLS ... param ...". The unit root is in no layer.
@@ -212,9 +212,9 @@ static int by_unit(const void *a, const void *b) {
 /* ---- units by numbers in names ---------------------------------------------------------------
 
    A list is what has numbered members: a.layers.0, a.layers.1, ..., or encoder_layer_0. Of the lists
-   in a name the outermost one has the units, so experts.3 of layers.7 is none. If its members are
-   not alike, it is one of stages, as of Swin and ResNet: then the members of the list within are the
-   units, and what a stage has beside it is a unit, too. A list whose members are single tensors
+   in a name the outermost one has the units, so experts.3 of layers.7 is none. If its members
+   differ, it is a list of stages, as in Swin and ResNet: then the members of the inner list are the
+   units, and the other parameters of a stage are a unit, too. A list with single tensors as members
    counts only if it is called layer, block or h, and so does a list with one member. */
 
 static int of_kind(int kind, const char *name, int length) {
@@ -242,11 +242,11 @@ static int64_t numel_of(const shape *s) {
 }
 
 typedef struct member {
-    int begin, end, length; // of its name
+    int begin, end, length; // its shapes; the length of its name
     const shape *most;      // its largest tensor
 } member;
 
-// Members are alike if their largest tensors are.
+// Returns 1 if the largest tensors of two members are equal.
 static int alike(const member *a, const member *b) {
     return !strcmp(a->most->name + a->length, b->most->name + b->length) &&
            a->most->ndim == b->most->ndim &&

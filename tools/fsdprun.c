@@ -7,8 +7,8 @@
 
    The environment of each rank is what torchrun gives: RANK, WORLD_SIZE, LOCAL_RANK,
    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT; and FSDP_JOB_ID and FSDP_STORE: where
-   ranks meet. The fsdprun of node 0 serves there, so that the death of any rank is told to the
-   others; FSDP_STORE_SERVED says so. FSDP_TOKEN keeps others out. See usage() for the rest. Linux.
+   ranks meet. The fsdprun of node 0 serves there, so that all ranks learn of a rank that dies;
+   FSDP_STORE_SERVED says so. FSDP_TOKEN keeps others out. See usage() for the rest. Linux.
 
    It is two processes. The launcher is what the user has started; its child, the keeper, starts
    the ranks and looks after them. Each adopts the orphans below it: whichever of the two is killed,
@@ -49,11 +49,11 @@ enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000, NOD
 #define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
-// What is to be started, and what became of it.
+// A job: what to start, and the state of its ranks.
 typedef struct job {
     int ranks, nodes, node;  // ranks: of this node
     int max_restarts, count; // count: how often the job was started again
-    char host[256];          // of node 0, "": there is but this one
+    char host[256];          // address of node 0; "": there is one node
     int port;
     const char *name;
     char **argv, base[128], id[128], store[300]; // base: the job's name, without the count
@@ -61,17 +61,17 @@ typedef struct job {
     int first_status;                            // its exit status
     fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
     int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
-    int is_final;             // of no use to start again: another node has said so
-    pid_t launcher;           // the process in front
+    int is_final;             // 1: another node says that a restart cannot help
+    pid_t launcher;           // process id of the launcher
     pid_t pids[RANKS_MAX];    // 0: has ended
     int left;                 // ranks that run
-    int status, quiet;        // of the first failure, 0: none; quiet: the user wants the end
-    int asked;                // with the last of these signals
+    int status, quiet;        // status of the first failure, 0: none; quiet: the user asked to end
+    int asked;                // the last signal that asked to end, or 0
     int done, first_done;     // ranks that ended with 0, and the first of them
     int grace;                // seconds from TERM to KILL, -1: not said
     long term_at, kill_at;    // when these are due, NEVER: not yet or no more
     long killed_at;           // 0: KILL was not sent
-    long oom_kills;           // of the system, before the ranks were started
+    long oom_kills;           // OOM kills of the system before the ranks started
     fsdpi_store_server *server;
 } job;
 #define NEVER LONG_MAX
@@ -135,7 +135,7 @@ static int cores(void) {
 
 static int complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static int complain(const char *format, ...) {
-    char text[1200]; // one write: ranks speak at the same time
+    char text[1200]; // one write, because ranks write at the same time
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -152,7 +152,7 @@ static int number(const char *option, const char *text, long min, long max, int 
     return complain("[E530] %s '%s': expected a number from %ld to %ld", option, text, min, max);
 }
 
-// HOST, HOST:PORT, [IPV6]:PORT, or an IPv6 address alone.
+// Reads HOST, HOST:PORT, [IPV6]:PORT or an IPv6 address without a port.
 static int master(job *j, const char *text) {
     const char *colon = strrchr(text, ':'), *end = text + strlen(text);
     int bracket = *text == '[', bare = colon && !bracket && strchr(text, ':') != colon;
@@ -167,7 +167,8 @@ static int master(job *j, const char *text) {
     return 0;
 }
 
-// The value of the option `name` in argv[*i] or behind it; NULL: another option.
+// Returns the value of the option `name`: the rest of argv[*i], or the next word. Returns NULL if
+// argv[*i] is another option.
 static const char *option(const char *name, char **argv, int *i) {
     const size_t length = strlen(name);
     const char *rest = argv[*i] + length;
@@ -254,7 +255,7 @@ static int name_job(job *j) {
                         (long long)t.tv_sec, t.tv_nsec);
     if (j->name && used < (int)sizeof j->base)
         used += snprintf(j->base + used, sizeof j->base - (size_t)used, "-%s", j->name);
-    used = fsdpi_add_restarts(j->base, sizeof j->base, used); // of a launcher around this job
+    used = fsdpi_add_restarts(j->base, sizeof j->base, used); // restarts of an enclosing launcher
     const char *v6 = strchr(j->host, ':');
     if (*j->host)
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,
@@ -279,7 +280,8 @@ static void set_environment(job *j) {
     set_number("LOCAL_WORLD_SIZE", j->ranks);
     set_number("GROUP_RANK", j->node);
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0); // see backends/fsdp_nccl.h
-    // Of a launcher around this job: where these are set, it is within (fsdpi_launcher_within).
+    // An enclosing launcher has set these; they would make this job a part of it
+    // (fsdpi_launcher_within).
     unsetenv("TORCHELASTIC_USE_AGENT_STORE");
     unsetenv("TORCHELASTIC_RUN_ID");
     for (const fsdpi_launcher *l = fsdpi_launchers + 1; l < fsdpi_launchers_end; l++)
@@ -297,8 +299,8 @@ static int set_timeout(job *j) {
     return complain("%s", error);
 }
 
-/* Says early that ranks of other nodes may not find this one: no address of --master is one of this
-   host. The job goes on, because the network may forward that address to it. */
+/* Warns early if no address of --master is one of this host: ranks of other nodes may not find it.
+   The job continues, because the network may forward that address to this host. */
 static void check_master(const job *j) {
     fsdp_clock clock = {fsdpi_monotonic_ns, NULL};
     fsdpi_store_where where;
@@ -331,8 +333,9 @@ static void check_master(const job *j) {
              j->host, *own ? own : "only loopback addresses");
 }
 
-/* What only programs of this job know. On several hosts it has to come from the user: what one
-   fsdprun makes up no other one knows. Without a random number there is none, and ranks warn. */
+/* Sets FSDP_TOKEN, which only programs of this job know. On several hosts the user must give it:
+   no fsdprun knows a token that another one has made. Without random numbers there is no token, and
+   ranks warn. */
 static void set_token(const job *j) {
     const char *given = getenv("FSDP_TOKEN");
     unsigned char random[32];
@@ -344,11 +347,11 @@ static void set_token(const job *j) {
     setenv("FSDP_TOKEN", text, 1);
 }
 
-/* Says to the ranks that the fsdprun of node 0 serves, so that none of them does. There the place
-   is known; on other nodes it may be behind PORT. */
+/* Tells the ranks by FSDP_STORE_SERVED that the fsdprun of node 0 serves, so that no rank does. On
+   node 0 the port is known; on other nodes it may be a later one than PORT. */
 static void say_served(const job *j) {
     char store[sizeof j->store + 8], text[sizeof j->store + sizeof j->id + 32];
-    unsetenv("FSDP_STORE_SERVED"); // of an fsdprun around this job
+    unsetenv("FSDP_STORE_SERVED"); // set by an enclosing fsdprun
     if (j->node == 0 && !j->server) return;
     snprintf(store, sizeof store, "%s", j->store);
     if (j->server && *j->host) {
@@ -422,8 +425,8 @@ static int all_processes(process **out) {
     return count;
 }
 
-// Those that stem from this one, parents before children. Ends are reaped by us or by parents in
-// between, and numbers are given anew only after all others: none of them is a stranger's.
+// Finds the descendants of this process, parents before children. This process or the parents in
+// between reap them, and the kernel reuses a process id last: no id is of another program.
 static int descendants(process **out) {
     const int count = all_processes(out);
     int found = 0;
@@ -443,8 +446,8 @@ static void signal_one(pid_t pid, int sig, int far) {
     if (!far || getpgid(pid) != getpgrp()) kill(pid, sig);
 }
 
-// To all of them: to parents first, so that no wrapper goes on with its next command. Returns the
-// first one, 0: there is none.
+// Sends a signal to all descendants, to parents first, so that no wrapper starts its next command.
+// Returns the process id of the first one; 0: there is none.
 static pid_t signal_descendants(int sig, int far) {
     process *all = NULL;
     const int count = descendants(&all);
@@ -559,7 +562,7 @@ static int start(job *j) {
     return failed;
 }
 
-// Of a rank that was killed by KILL: by whom. None of ours sends it before a failure.
+// Writes who killed a rank that was killed by KILL. fsdprun itself sends KILL only after a failure.
 static const char *who_killed(const job *j, char *text, size_t size) {
     const long kills = count_oom_kills(), more = kills - j->oom_kills;
     if (kills < 0 || j->oom_kills < 0)
@@ -612,7 +615,7 @@ static void tell(job *j, int r, pid_t pid, int how) {
     tell_nodes(j, 0, text);
 }
 
-// Has the user asked for the end, and we have not looked yet?
+// Returns 1 if a signal that asks to end is pending.
 static int end_is_pending(void) {
     static const int ends[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
     sigset_t pending;
@@ -648,7 +651,7 @@ static long grace_ms(const job *j) {
     return j->grace >= 0 ? j->grace * 1000L : j->quiet ? ASKED_MS : GRACE_MS;
 }
 
-// What is due. Returns 1 when to wait longer is of no use.
+// Sends the signals that are due. Returns 1 if waiting longer is useless.
 static int go_on_ending(job *j) {
     const long now = now_ms();
     // Ranks that notice the failure themselves have a moment to say where they were.
@@ -684,14 +687,14 @@ static void pass_on(job *j, int sig, const siginfo_t *info) {
     else if (!far) signal_ranks(j, sig, 0); // others would die of it
 }
 
-// Waits for a signal, at most so long, and passes it on.
+// Waits at most `ms` milliseconds for a signal, and passes it on.
 static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
     const struct timespec slice = {ms / 1000, ms % 1000 * 1000000};
     siginfo_t info;
     int sig = sigtimedwait(signals, &info, &slice);
     if (getppid() != j->launcher) {
-        // The store ends first and at once: other nodes are told that the launcher has died, not
-        // that ranks have.
+        // The store ends first and at once: other nodes learn that the launcher has died, not that
+        // ranks have.
         execl("/proc/self/exe", KEEPER, (char *)NULL);
         kill_rest(j);
         _exit(128 + SIGKILL);
@@ -702,7 +705,7 @@ static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
 
 /* ---- several starts -------------------------------------------------------------------------- */
 
-// Has the fsdprun of another node ended, or one of its ranks failed? Then this start is over.
+// Ends this start if the fsdprun of another node has ended, or one of its ranks has failed.
 static void look_at_nodes(job *j) {
     fsdpi_failure v;
     char text[sizeof v.reason + 120];
@@ -830,7 +833,7 @@ static int meet_nodes(job *j, const sigset_t *signals) {
     return 1;
 }
 
-// Waits until the ranks of all nodes have ended well. Else this start has failed here, too.
+// Waits until the ranks of all nodes have succeeded. If one fails, this start has failed here, too.
 static void wait_for_nodes(job *j, const sigset_t *signals) {
     char text[8];
     long heard_ms = now_ms();
@@ -866,7 +869,7 @@ static void look_after(job *j, const sigset_t *signals) {
 static void block_signals(sigset_t *signals) {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD};
     sigset_t blocked;
-    signal(SIGCHLD, SIG_DFL); // else nobody could be waited for
+    signal(SIGCHLD, SIG_DFL); // if it were ignored, waitpid would find no child
     sigemptyset(signals);
     for (size_t s = 0; s < sizeof forwarded / sizeof forwarded[0]; s++) {
         struct sigaction action;
@@ -879,8 +882,8 @@ static void block_signals(sigset_t *signals) {
     sigprocmask(SIG_BLOCK, &blocked, NULL);
 }
 
-/* Who ends all processes that are called fsdprun leaves the one that cleans up. The words of a
-   command stand behind each other. */
+/* Renames the keeper, so that a user who kills all processes called fsdprun leaves it to clean up.
+   The words of a command are adjacent in memory. */
 static void take_own_name(const job *j, char **argv) {
     char **last = argv;
     while (last[1]) last++;

@@ -1,4 +1,4 @@
-/* fsdptrace.c - which ranks of a job wait, for what, and for whom; where the time of a step went
+/* fsdptrace.c - shows which ranks of a job wait for which, and where the time of a step went
 
        cc -O2 -o fsdptrace tools/fsdptrace.c -pthread -lm
        ./fsdptrace hang DIR
@@ -54,7 +54,7 @@ static void *grow(void *list, int num, size_t size) {
 
 /* ---- ranks as text --------------------------------------------------------------------------- */
 
-typedef struct set { // of ranks, in ascending order
+typedef struct set { // ranks, in ascending order
     int *ranks, num;
 } set;
 
@@ -167,9 +167,10 @@ static int64_t time_of(const record *r, int64_t ns) {
 }
 static int is_known(const record *r) { return job.clocks[r->clock].is_known; }
 
-/* Is it one that has not ended? A backend on streams notes an end some time later, or not at all if
-   the process is killed. So there what has ended on another rank has ended here, too. And if
-   members lack at operations, the others wait in these alone: what all members have begun ends. */
+/* Returns 1 if the operation has not ended. A backend on streams notes an end some time later, or
+   not at all if the process is killed. So on streams an operation that has ended on another rank
+   has ended on this one, too. And if members have not come to some operations, the others wait only
+   in these: an operation that all members have begun ends. */
 static int is_pending(const record *r, const fsdpi_flight_op *o) {
     const group *g = r->group[o->comm] ? &job.groups[r->group[o->comm] - 1] : NULL;
     if (o->end_ns || r->f->state == FSDPI_FLIGHT_SHUT_DOWN) return 0;
@@ -330,9 +331,9 @@ static void find_groups(void) {
 
 /* ---- clocks ---------------------------------------------------------------------------------- */
 
-typedef struct meeting { // of one of the last TURNS collectives of a group, on the job's clock
+typedef struct meeting { // times of one of a group's last TURNS collectives, on the job's clock
     uint32_t turn;
-    int64_t came, left; // the last member, the first one, of those whose clock is known
+    int64_t came, left; // when the last member came and the first one left; only known clocks
 } meeting;
 
 // No member leaves these before the last one has come.
@@ -343,7 +344,8 @@ static int is_meeting(const record *r, const fsdpi_flight_op *o) {
            job.groups[g - 1].most - o->turn < TURNS && is_time(o->begin_ns);
 }
 
-// What ranks with a known clock say of meetings; of the others, what meetings say of their clocks.
+// Sets the times of meetings from ranks with a known clock, or bounds the clocks of the other ranks
+// by the times of meetings.
 static void compare_clocks(meeting *all, int tell) {
     fsdpi_flight_op o;
     for (int k = 0; k < job.size; k++) {
@@ -367,8 +369,8 @@ static void compare_clocks(meeting *all, int tell) {
 }
 
 /* Brings all clocks to that of this process, or, if no rank has it, to that of the first rank.
-   Clocks of hosts and of time namespaces are not alike; collectives in which their ranks have met
-   bound how much they differ, from both sides. What no meeting tells stays unknown. */
+   Clocks of hosts and of time namespaces differ; collectives in which their ranks have met bound
+   the difference from both sides. A clock without a meeting stays unknown. */
 static void find_clocks(void) {
     const int64_t far = (int64_t)1 << 62;
     const record *first = NULL, *seen = NULL;
@@ -413,7 +415,8 @@ static void find_clocks(void) {
 
 /* ---- what ranks do --------------------------------------------------------------------------- */
 
-// How long ago. A rank whose clock is not known: before its last sign of life.
+// Returns the seconds since `ns`: until now, or, if the rank's clock is unknown, until the last
+// time in its record.
 static double seconds(const record *r, int64_t ns) {
     const double s = 1e-9 * (double)(is_known(r) ? minus(job.now, time_of(r, ns))
                                                  : minus(r->last_ns, ns));
@@ -433,7 +436,7 @@ static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op 
         fsdpi_text_add(t, " in '%s'", r->f->comm[o->comm].name);
     const int has_state = o->state && o->state < FSDP_STATE_COUNT;
     if (o->label == FSDP_LABEL_WORLD)
-        fsdpi_text_add(t, " (op %u of the world)", o->seq); // of no step
+        fsdpi_text_add(t, " (op %u of the world)", o->seq); // it belongs to no step
     else
         fsdpi_text_add(t, " (%s%sstep %u, op %u)", has_state ? json_states[o->state] : "",
                        has_state ? ", " : "", o->step, o->seq);
@@ -445,7 +448,7 @@ static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
     return out;
 }
 
-// Are two ranks in the same operation, perhaps of different groups of the same kind?
+// Returns 1 if two ranks are in the same operation, perhaps in different groups of the same kind.
 static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
                  const fsdpi_flight_op *y) {
     return x->kind == y->kind && x->state == y->state && x->step == y->step &&
@@ -482,8 +485,8 @@ static const record *first_failure(int *rank) {
     return first;
 }
 
-// Did its process end before the others noticed? If all were killed together, none did; nor did
-// those that a launcher killed when a rank had failed for another reason.
+// Returns 1 if the rank's process ended before the others failed. Returns 0 if all were killed
+// together, or if a launcher killed it after a rank had failed for another reason.
 static int has_died(const record *r) {
     int rank;
     const record *failed = first_failure(&rank);
@@ -517,8 +520,8 @@ static void say_situation(fsdpi_text *t, int rank) {
 typedef struct finding {
     set ranks;
     char text[512];
-    double seconds;         // the longest of its ranks
-    const record *r;        // of `waits`: the first rank and its operation
+    double seconds;         // the longest time of its ranks
+    const record *r;        // in `waits`: the first rank and its operation
     const fsdpi_flight_op *o;
 } finding;
 
@@ -586,7 +589,8 @@ static int64_t turns_of(int rank, int g) {
     return r->f || !would_be ? -1 : 0;
 }
 
-// Members that have not come to an operation in which others wait, and ranks that cannot go on.
+// Finds members that have not come to an operation in which others wait, and ranks that cannot
+// continue.
 static void find_missing(void) {
     for (int g = 0; g <= job.num_groups; g++) {
         uint32_t turn = 0; // the first operation of the group that has not ended
@@ -608,7 +612,7 @@ static void find_missing(void) {
     }
 }
 
-// What an operation is, as ranks have to agree about it; 0: that is not known.
+// Returns a hash of the fields of an operation that must be equal on all ranks; 0: not known yet.
 static uint64_t signature(const fsdpi_flight_op *o) {
     const uint64_t name = o->fingerprint ? 0 : fsdpi_hash_text(o->what);
     const uint64_t words[] = {o->kind, o->dtype, o->count, o->fingerprint, name};
@@ -623,7 +627,7 @@ static int turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) 
     return 0;
 }
 
-// The first of the last operations of a group that its members do not make alike.
+// Finds the first of a group's last operations that differs between its members.
 static void find_parting(int g) {
     const uint32_t most = job.groups[g - 1].most;
     uint64_t seen[TURNS];
@@ -838,7 +842,7 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
         : others.num  ? what_to_do()
         : waits.num   ? "All ranks of the group are in it: look at network, GPUs and load."
                       : "No rank waits. Processes have ended without fsdp_shutdown.";
-    char calm[80] = "No rank waits."; // what follows it is a moment of a job that goes on
+    char calm[80] = "No rank waits."; // the lines after it show a moment of a running job
     if (waits.num) snprintf(calm, sizeof calm, "No rank waits longer than %g s.", after);
     const int is_calm = !hangs && !is_lost;
     if (json) print_json(&missing, is_calm ? calm : advice);
@@ -939,7 +943,7 @@ int main(int argc, char **argv) {
     const int hangs = !strcmp(verb, "hang"), explains = !strcmp(verb, "why");
     const int writes = !strcmp(verb, "json");
     int bad = !hangs && !explains && !writes;
-    (void)unsetenv("FSDP_FLIGHT_RECORD"); // of worlds without peers
+    (void)unsetenv("FSDP_FLIGHT_RECORD"); // not for worlds without peers
     (void)unsetenv("FSDP_TRACE");
     for (int i = 2; i < argc && !bad; i++) {
         char *end = NULL;

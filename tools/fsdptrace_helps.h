@@ -1,9 +1,9 @@
 /* fsdptrace_helps.h - what would make a recorded step shorter: it is simulated again, with one
    option changed
 
-   The model of a trace is made once more, in a world without peers whose memory is addresses only
-   (backends/fsdp_fake.h), as tools/fsdpfit does. There its calls are rehearsed, and
-   fsdp_plan_simulate tells how long they take under the costs that the trace has.
+   The model of a trace is made again, in a world without peers whose memory is only addresses
+   (backends/fsdp_fake.h), as in tools/fsdpfit. Its calls run there as a dry run, and
+   fsdp_plan_simulate returns how long they take with the costs of the trace.
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_TOOLS_FSDPTRACE_HELPS_H
@@ -18,10 +18,10 @@
 #include <string.h>
 
 enum { HELPS_UNITS = 3, HELPS_LINES = 3, HELPS_OPTIONS = HELPS_UNITS + 3, HELPS_AHEAD = 64 };
-#define HELPS_MOST_ERROR 0.15 // of a simulation beside the record
-#define HELPS_LEAST_GAIN 0.01 // of the step: what is less is not said
+#define HELPS_MOST_ERROR 0.15 // largest relative error of a simulation of the recorded step
+#define HELPS_LEAST_GAIN 0.01 // smallest gain that is reported, as a share of the step
 
-// What a simulation has otherwise than the record. All zero: nothing.
+// Options that a simulation changes, compared with the recorded step. All zero: none.
 typedef struct helps_option {
     const char *text;
     int reshards;        // 1 + the unit that never reshards; -1: all
@@ -36,15 +36,15 @@ typedef struct helps {
     const fsdpi_tr_rank *rank;
     const fsdpi_tr_event **calls;           // the program of the step
     int num_calls, shards, replicas, plain; // plain: reductions neither cast nor scale: copies do
-    int leads;     // 1: COMPUTE is at work before the first call, whose gather is under way by then
-    int64_t *work; // [leads + num_calls] of the caller behind each
+    int leads;     // 1: COMPUTE works before the first call, whose gather is under way then
+    int64_t *work; // [leads + num_calls] the caller's nanoseconds after each call
     fsdp_plan_cost cost;
 } helps;
 
 /* ---- the program and its costs --------------------------------------------------------------- */
 
-// Least squares: latency + bytes / rate, of the full side of collectives over so many ranks. If all
-// have as many bytes, the two cannot be told apart: all is rate, so that joining gains nothing.
+// Fits latency + bytes / rate to collectives over `ranks` ranks, by least squares; bytes: those of
+// the full buffer. If all have equal bytes, the latency is 0, so that bucketing gains nothing.
 static void helps_fit(const helps *h, int kind, double ranks, double *latency, double *rate) {
     const double full = ranks < 2 ? 1 : ranks / (ranks - 1) / (kind == FSDP_OP_ALL_REDUCE ? 2 : 1);
     double n = 0, x = 0, y = 0, xx = 0, xy = 0;
@@ -62,8 +62,8 @@ static void helps_fit(const helps *h, int kind, double ranks, double *latency, d
     *rate = slope > 0 ? 1 / slope : 0;
 }
 
-/* The caller's work behind a call: until the next one begins. On streams: from the last record of
-   the call on COMPUTE until COMPUTE comes to the next one. */
+/* Returns the caller's work after a call: until the next call begins. On streams: from the call's
+   last op on COMPUTE until COMPUTE comes to the next call. */
 static int64_t helps_work(const helps *h, int i) {
     const fsdpi_tr_event *call = h->calls[i];
     const int is_last = i + 1 == h->num_calls;
@@ -179,7 +179,7 @@ static fsdp_status helps_unit(const helps *h, fsdp_model *m, int u, const helps_
     return status;
 }
 
-// Units whose gathers a forward issues beside its own, as in the record; with the option: the next.
+// Sets the forward prefetch lists of units as recorded, or with the option to the next unit.
 static fsdp_status helps_prefetch(const helps *h, const helps_option *o, fsdp_unit **units) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < h->num_calls && !status; i++) {
@@ -267,7 +267,8 @@ static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_pl
     return status;
 }
 
-// What was recorded. Which kind of reductions it had is not told: the one that is nearer to it.
+// Simulates the recorded step. The trace does not say which kind of reductions it had: takes the
+// kind whose time is nearer to the record.
 static fsdp_status helps_simulate_record(helps *h, fsdp_plan_times *out, char *why, size_t cap) {
     const fsdpi_why_step *step = &h->why->step;
     fsdp_plan_times times[2];
@@ -293,7 +294,7 @@ static int helps_by_worth(const void *a, const void *b) {
     return (left < right) - (left > right);
 }
 
-// What is tried. The units are those for whose gathers COMPUTE waits longest.
+// Lists the options to try. Units are those for whose gathers COMPUTE waits longest.
 static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     const int is_inline = h->rank->head.run == FSDP_RUN_INLINE;
     const helps_option always[] = {

@@ -14,7 +14,7 @@
    A collective that has waited for peers, or for other streams before it began, holds an event for
    that. The slots that units hold are a counter for each pool. */
 enum { JSON_STEPS, JSON_HOST, JSON_STREAM };    // threads; JSON_STREAM + FSDP_STREAM_*
-enum { JSON_EVENTS = 4, JSON_INEXACT = 50000 }; // of a record; nanoseconds
+enum { JSON_EVENTS = 4, JSON_INEXACT = 50000 }; // most events of an op; nanoseconds
 static const char *const json_streams[FSDP_STREAM_COUNT] = {"compute", "gather", "reduce",
                                                             "all_reduce", "extension"};
 static const char *const json_states[FSDP_STATE_COUNT] = {"idle", "forward", "pre_backward",
@@ -24,7 +24,7 @@ typedef struct json_event {
     int64_t begin, end;
     const fsdpi_tr_event *record;  // NULL: a step
     int64_t peers;                 // INT64_MIN: it is not matched
-    int32_t thread, depth, last;   // depth: of two alike the outer one is less
+    int32_t thread, depth, last;   // depth: of two equal spans the outer one has less
     char name[160];
 } json_event;
 
@@ -55,8 +55,8 @@ static int json_utf8(const unsigned char *c) {
     return c[0] == 0xf4 && c[1] > 0x8f ? 0 : num;
 }
 
-// In quotes. Names are of strangers: control characters are escaped, and bytes that are no UTF-8
-// become the character that says so.
+// Writes a text in quotes. Names are not trusted: control characters are escaped, and bytes that
+// are no UTF-8 become U+FFFD.
 static void json_text(FILE *to, const char *text) {
     fputc('"', to);
     for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
@@ -206,8 +206,8 @@ static void json_counter(json_writer *w, uint64_t pool, int64_t ns, int64_t byte
     fprintf(w->to, ",\"args\":{\"bytes\":%lld}}", (long long)bytes);
 }
 
-// What units hold, in the order of the markers; pools without markers as the first traced step of an
-// optimizer left them.
+// Writes the bytes that units hold, in the order of the markers. Pools without markers have the
+// bytes after the first traced step of an optimizer.
 static int json_memory(json_writer *w) {
     const fsdpi_tr_rank *r = w->rank;
     fsdpi_why_held held;

@@ -78,7 +78,7 @@ enum gpt_embed_param {
     GPT_EMBED_PARAM_COUNT
 };
 
-// What a parameter looks like at the start: value = mean + std * standard normal.
+// A parameter's initial values: mean + std * standard normal.
 typedef struct {
     const char *name;
     int rows;
@@ -222,7 +222,7 @@ static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, p
 }
 #endif
 
-// Pack a panel of b, (k, cols) with cols at most NR, to out(k, NR); zeros behind the last column.
+// Pack a panel of b, (k, cols) with cols at most NR, to out(k, NR); zeros after the last column.
 // Element (p, j) of b stands at b[p*dep + j*col].
 static inline void gpt_pack(float *GPT_RESTRICT out, const float *GPT_RESTRICT b, ptrdiff_t dep,
                             ptrdiff_t col, int k, int cols) {
@@ -560,7 +560,7 @@ static inline void gpt_attention_backward(float *dqkv, float *datt, const float 
 
 /* ---- activations and scratch ----------------------------------------------------------------- */
 
-// What one block keeps from its forward for its backward.
+// Values that a block keeps from its forward for its backward.
 typedef struct {
     float *ln1;      // (B, T, C)
     float *ln1_mean; // (B, T)

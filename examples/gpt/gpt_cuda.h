@@ -46,8 +46,8 @@ typedef struct gpt_cuda {
     cublasComputeType_t compute;
     cudaStream_t stream;
     int bf16;                   // 1: E is gpt_bf16; 0: float
-    const char *failed, *error; // the first failure: of what, and its text; NULL: none
-    char *memory;               // one allocation: what follows, and behind it gpt_arrays
+    const char *failed, *error; // the first failure: the call, and its text; NULL: none
+    char *memory;               // one allocation: the arrays below, then gpt_arrays
     size_t nbytes;
     uint8_t *inputs, *targets; // (B, T)
     double *loss;              // (1), mean of the rows
@@ -76,7 +76,7 @@ template <class Kernel> static void gpt_kernel(const void *kernel, unsigned warp
 #define GPT_DEVICE static __device__ __forceinline__
 #define GPT_SHARED static __host__ __device__ __forceinline__
 #define GPT_RUN    __device__ __forceinline__
-enum { GPT_LANES = 32, GPT_WARPS = 8 }; // of a warp, of a block of threads
+enum { GPT_LANES = 32, GPT_WARPS = 8 }; // threads of a warp; warps of a block
 GPT_DEVICE int gpt_lane() { return (int)(threadIdx.x % GPT_LANES); }
 
 template <class Kernel>
@@ -148,7 +148,7 @@ GPT_DEVICE void gpt_set(gpt_bf16 *to, float x) {
 #endif
 }
 
-// What a lane has in registers: 16 bytes of bf16, or twice 16 of f32.
+// Elements that a lane has in registers: 16 bytes of bf16, or twice 16 of f32.
 enum { GPT_8 = 8, GPT_STRIDE = GPT_8 * GPT_LANES };
 
 struct gpt_8 {
@@ -166,7 +166,7 @@ template <class E> GPT_DEVICE bool gpt_is_whole(const E *row, int i, int end) {
     return i + GPT_8 <= end && (uintptr_t)(row + i) % 16 == 0;
 }
 
-// Elements i to i+7 of a row that ends before `end`: zeros behind it.
+// Returns elements i to i+7 of a row; from `end` on they are zeros.
 template <class E> GPT_DEVICE gpt_8 gpt_load(const E *row, int i, int end) {
     gpt_raw<E> raw;
     gpt_8 x;
@@ -257,7 +257,7 @@ static void gpt_product_backward(gpt_cuda *gpu, E *dx, E *dw, const E *dout, con
 // eight columns and a warp 256, then of these groups. 16: so that there are warps enough.
 enum { GPT_SUM_ROWS = 16, GPT_SUM_COLUMNS = 256 };
 
-// Which part of a matrix a warp has.
+// The part of a matrix that a warp computes.
 struct gpt_tile_of {
     int group, top, bottom, left, right;
     GPT_RUN gpt_tile_of(int64_t warp, int rows, int cols) {
@@ -506,7 +506,7 @@ template <class E> struct gpt_gelu_slope {
 // With a context of 1,024 that leaves out 3/8 of the bytes and of the arithmetic.
 enum { GPT_SPAN = 256 };
 
-// Where the columns of position t end.
+// Returns the end of the columns of position t.
 GPT_SHARED int gpt_span_end(int t, int T) {
     const int end = (t / GPT_SPAN + 1) * GPT_SPAN;
     return end < T ? end : T;
@@ -602,7 +602,7 @@ template <class E>
 static void gpt_attention_forward_on(gpt_cuda *gpu, const gpt_config *cfg, E *y, E *att,
                                      const E *qkv) {
     const int T = cfg->context, S = cfg->channels / cfg->heads, BH = cfg->batch * cfg->heads;
-    const long long TS = (long long)T * S, TT = (long long)T * T; // of a head
+    const long long TS = (long long)T * S, TT = (long long)T * T; // elements of a head
     const E *q = qkv, *k = q + BH * TS, *v = k + BH * TS;
     const gpt_softmax<E> softmax = {att, T, 1.0f / sqrtf((float)S)};
     for (int t = 0; t < T; t += GPT_SPAN) {
@@ -879,7 +879,7 @@ static void gpt_cuda_attention_backward(gpt_cuda *gpu, const gpt_config *cfg,
     const int C = cfg->channels;
     const E *qkv = a.qkv + gpt_layer(cfg, l, 3 * C);
     const E *att = a.att + gpt_layer(cfg, l, cfg->heads * cfg->context), *none = NULL;
-    E *dqkv = a.d4, *dy = a.d4 + gpt_layer(cfg, 1, 3 * C); // of heads: 3C and C
+    E *dqkv = a.d4, *dy = a.d4 + gpt_layer(cfg, 1, 3 * C); // sizes of the heads: 3C and C
     gpt_move_heads(gpu, cfg, a.d1, dy, none, 1, 0);
     gpt_attention_backward_on(gpu, cfg, dqkv, a.datt, dy, qkv, att);
     gpt_move_heads(gpu, cfg, a.d3, dqkv, none, 3, 1);
@@ -1031,9 +1031,10 @@ static void gpt_cuda_destroy(gpt_cuda *gpu) {
 /* On the current device. tf32: products of f32 on tensor cores, which take 10 of its 23 bits of
    mantissa. 0 on success; else gpu->failed and ->error tell, and destroy frees.
 
-   It takes gpu->nbytes of device memory, all that a training needs beside parameters, gradients and
-   moments. With a long context most of it are the probabilities of attention: for each of the B*T
-   positions L*H*T numbers, beside L*16*C of the other activations. cuBLAS takes some MiB more. */
+   It takes gpu->nbytes of device memory, all that a training needs in addition to parameters,
+   gradients and moments. With a long context most of it are the probabilities of attention: for
+   each of the B*T positions L*H*T numbers, and L*16*C of the other activations. cuBLAS takes some
+   MiB more. */
 static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream_t stream,
                            gpt_cuda *gpu) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
@@ -1052,7 +1053,7 @@ static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream
     gpt_take_array(&gpu->targets, gpu->memory, &used, BT);
     gpt_take_array(&gpu->loss, gpu->memory, &used, 1);
     gpu->arrays = gpu->memory + used;
-    // Of a sum that cuBLAS cuts in parts, the parts stay f32, too, where the result is bf16.
+    // If cuBLAS splits a sum, its partial sums stay f32 even if the result is bf16.
     if (cublasCreate(&gpu->blas) != CUBLAS_STATUS_SUCCESS ||
         cublasSetStream(gpu->blas, stream) != CUBLAS_STATUS_SUCCESS ||
         cublasSetMathMode(gpu->blas, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION) !=

@@ -4,8 +4,8 @@
    A program includes fsdp.h, fsdp_muon.h and gpt.h, defines PROGRAM, its name in messages, and
    then includes this file. It defines the six functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
-   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans, behind fsdp_dtensor.h that of
-   tensor parallelism, behind fsdp_checkpoint.h those of gpt_save.h.
+   the options of train_gpt.cu, too. If fsdp_plan.h, fsdp_dtensor.h or fsdp_checkpoint.h is included
+   before it, it has those of plans, of tensor parallelism and of gpt_save.h.
 
    Parameters, batches and text depend on --seed and neither on the number of ranks nor on the
    program.
@@ -38,8 +38,8 @@
 enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_IMPOSSIBLE = 2 };
 
 static const double MAX_GRAD_NORM = 1.0;
-static const double FINAL_LR = 0.1;    // of --lr, at the end of the cosine
-static const double TEMPERATURE = 0.8; // of the sampled text
+static const double FINAL_LR = 0.1;    // factor of --lr at the end of the cosine
+static const double TEMPERATURE = 0.8; // divides the logits when text is sampled
 enum { WARMUP = 100, TOP_K = 20, PROMPT = 24, MAX_TOKENS = 1 << 24, EMA_BATCHES = 8 };
 
 typedef struct {
@@ -58,14 +58,14 @@ typedef struct {
     int tf32;
     int plain;
     int graph;
-    int tp;               // ranks that cut each block; behind fsdp_dtensor.h
-    int plan;             // behind fsdp_plan.h
+    int tp;               // ranks that cut each block; with fsdp_dtensor.h
+    int plan;             // with fsdp_plan.h
     const char *plan_out; // NULL: none
-    const char *trace_dir; // behind fsdp_trace.h. NULL: none
+    const char *trace_dir; // with fsdp_trace.h. NULL: none
     uint64_t seed;
     const char *data_path; // NULL: the project's own sources and documents
     const char *csv_path;  // NULL: none
-    const char *save_dir;  // these five: behind fsdp_checkpoint.h. NULL: none
+    const char *save_dir;  // these five: with fsdp_checkpoint.h. NULL: none
     int save_every;        // 0: only at the end
     int keep;
     int resume;
@@ -112,7 +112,7 @@ static const char *commas(char *text, int64_t value) {
     return text;
 }
 
-/* ---- random numbers: a function of what they are for, not of who asks ------------------------ */
+/* ---- random numbers: functions of their purpose, equal on all ranks -------------------------- */
 
 enum { STREAM_INIT = 1, STREAM_BATCH, STREAM_SAMPLE, STREAM_PROMPT };
 
@@ -139,7 +139,7 @@ static double normal(uint64_t bits) {
     return radius * cos(6.283185307179586 * uniform(splitmix64(bits)));
 }
 
-/* Where a sequence of a step begins in the text; `sequence` counts over all ranks. */
+/* Returns the first byte of a step's sequence in the text; `sequence` counts over all ranks. */
 static GPT_BOTH inline uint64_t sequence_start(uint64_t seed, int step, int sequence,
                                                size_t text_nbytes, int context) {
     const uint64_t bits = random_bits(seed, STREAM_BATCH, (uint64_t)step, (uint64_t)sequence);
@@ -221,7 +221,7 @@ static void append_project(job *j) {
     }
 }
 
-/* EXIT_DONE, or the status to exit with; the user has been told. */
+/* Reads the text. Returns EXIT_DONE, or the exit status after it has printed the reason. */
 static int load_text(job *j) {
     const char *path = j->opt.data_path;
     const size_t needed = (size_t)j->opt.gpt.context + 1;
@@ -358,7 +358,7 @@ static int parse_real(const char *name, const char *text, double most, double *o
     return EXIT_DONE;
 }
 
-/* What options contradict each other, before anything is started. */
+/* Checks for options that contradict each other, before anything starts. */
 static int check_options(const options *opt) {
     const gpt_config *g = &opt->gpt;
     if (g->channels % g->heads != 0) {
@@ -422,7 +422,7 @@ typedef struct {
 
 /* Returns 1 if a launcher has started this job before, or a manager has queued it again. */
 static int is_started_again(void) {
-    static const char *const counts[] = {"FSDP_RESTART_COUNT", // of fsdprun --max-restarts
+    static const char *const counts[] = {"FSDP_RESTART_COUNT", // set by fsdprun --max-restarts
                                          "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
     int is_again = 0;
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
@@ -432,7 +432,8 @@ static int is_started_again(void) {
     return is_again;
 }
 
-/* EXIT_DONE and *run = 1: go on; else the status to exit with. */
+/* Returns EXIT_DONE and sets *run to 1 if there is a training to run; otherwise returns the exit
+   status. */
 static int parse_options(int argc, char **argv, options *opt, int *run) {
     gpt_config *g = &opt->gpt;
     const int_option numbers[] = {
@@ -580,7 +581,7 @@ typedef struct {
     double *losses;      // [steps], rank 0; negative: not looked at
     int first;           // steps that were done before this run began
     FILE *csv;           // rank 0
-    double start, shown; // of the training; when the progress line was last written, since then
+    double start, shown; // when training began; seconds from then to the last progress line
     fsdp_memory predicted;
 #ifdef FSDP_PLAN_H
     fsdp_plan *plan;
@@ -588,7 +589,7 @@ typedef struct {
 #ifdef FSDP_CHECKPOINT_H
     fsdp_checkpoint *ck;
     int64_t progress[6]; // gpt_save.h
-    int saving;          // a save is under way: behind so many steps
+    int saving;          // number of steps that a save under way contains; 0: none
     double blocked;      // seconds of the calls that began it
 #endif
 } trainer;
@@ -673,7 +674,7 @@ static fsdp_status create_optimizer(trainer *t, fsdp_gemm_fn gemm, void *gemm_us
 }
 
 /* Linear warm-up, then half a cosine down to FINAL_LR of the peak. The warm-up does not depend on
-   --steps: two runs of different lengths begin alike. */
+   --steps: two runs of different lengths begin with the same steps. */
 static double learning_rate(const options *opt, int step) {
     if (step < WARMUP) return opt->lr * (step + 1) / (double)WARMUP;
     const double done = (double)(step - WARMUP) / (opt->steps - WARMUP);
@@ -791,7 +792,7 @@ static void show_memory_row(const char *name, int64_t predicted, int64_t measure
            unsharded ? commas(c, unsharded) : "-");
 }
 
-/* What AdamW keeps for this rank's rows, of all parameters. */
+/* Returns the bytes of AdamW's moments on this rank. */
 static int64_t moments_bytes(const trainer *t) {
     int64_t nbytes = 0;
     for (int i = 0; i < fsdp_num_params(t->model); i++) {
@@ -802,7 +803,8 @@ static int64_t moments_bytes(const trainer *t) {
     return nbytes;
 }
 
-/* Of rank 0, whose shards are never short. Elsewhere shards are padded to the same size. */
+/* Prints the memory of rank 0, whose shards are never short. Shards of other ranks are padded to
+   the same size. */
 static fsdp_status show_memory(const trainer *t) {
     fsdp_memory used;
     fsdp_status status = fsdp_model_memory(t->model, &used);
@@ -817,12 +819,12 @@ static fsdp_status show_memory(const trainer *t) {
         show_memory_row(fsdp_pool_name(pool), p->pool_bytes[pool], used.pool_bytes[pool],
                         is_whole ? whole : 0);
     }
-    for (int pool = FSDP_POOL_COUNT; pool < FSDP_POOL_MAX; pool++) // of extensions
+    for (int pool = FSDP_POOL_COUNT; pool < FSDP_POOL_MAX; pool++) // the pools of extensions
         show_memory_row(fsdp_model_pool_name(t->model, pool), 0, used.pool_bytes[pool], 0);
     const int64_t average = t->ema ? fsdp_ema_nbytes(t->ema) : 0;
     const int64_t mine_of_it = t->ema ? mine : 0, whole_of_it = t->ema ? whole : 0;
     show_memory_row("average of the weights", mine_of_it, average, whole_of_it);
-    if (t->muon) { // which has a pool for flights, too
+    if (t->muon) { // it also has a pool for its buckets
         show_memory_row("AdamW moments", 0, moments, 0);
         show_memory_row("Muon", 0, fsdp_muon_nbytes(t->muon), 0);
     } else {
@@ -920,8 +922,8 @@ static fsdp_status look_at_plan(const trainer *t, int step) {
 
 /* ---- a rank ---------------------------------------------------------------------------------- */
 
-// What a program defines. open_math: the memory of the activations, t->acts; a failure has been
-// told. build_model: t->model, if there is one, t->embed, t->blocks, t->adamw, t->predicted.
+// Functions that a program defines. open_math allocates the activations, t->acts, and prints a
+// failure. build_model sets t->model, if there is one, t->embed, t->blocks, t->adamw, t->predicted.
 static fsdp_status open_math(trainer *t);
 static void close_math(trainer *t);
 static fsdp_status build_model(trainer *t);
@@ -933,7 +935,7 @@ static fsdp_status batch_loss(trainer *t, int step, double *loss);
 // logits(V) that follow the `length` bytes in t->inputs; on rank 0, but all ranks call it.
 static fsdp_status next_logits(trainer *t, int length, const float **logits);
 #ifdef FSDP_CHECKPOINT_H
-// What a parameter is called in checkpoints, and where it lies in the whole: as desc.place.
+// Gives a parameter its name in checkpoints and its place in the whole tensor: desc.place.
 static void place_param(void *user, const fsdp_param_view *param, fsdp_checkpoint_place *place);
 #include "examples/gpt/gpt_save.h"
 #endif
@@ -1023,7 +1025,7 @@ static fsdp_status show_sample(trainer *t) {
 }
 
 #ifdef FSDP_TRACE_H
-/* Where the time of the traced steps went. All ranks have written their files by then. */
+/* Prints where the time of the traced steps went. All ranks must have written their files. */
 static fsdp_status show_trace(const trainer *t) {
     const char *dir = t->j->opt.trace_dir;
     char text[8192];
@@ -1055,7 +1057,7 @@ static fsdp_status open_rank(trainer *t) {
     return open_math(t);
 }
 
-/* A new csv; of a run that is resumed the old one, without the rows behind the checkpoint. */
+/* Opens a new csv, or after a resume the old one without the rows after the checkpoint. */
 static fsdp_status open_csv(trainer *t) {
     static const char head[] = "step,loss,grad_norm,seconds\n";
     const char *path = t->j->opt.csv_path;
@@ -1099,7 +1101,7 @@ static fsdp_status close_rank(trainer *t, fsdp_status status) {
     return status;
 }
 
-/* What every rank does; its result is its fsdp_status. world: NULL with --plain. */
+/* Runs one rank, and returns its fsdp_status. world: NULL with --plain. */
 static int run_rank(fsdp_world *world, void *arg) {
     trainer trainer_of_rank, *t = &trainer_of_rank;
     fsdp_counters counters = FSDP_ZERO;
@@ -1214,7 +1216,7 @@ static int gpt_main(int argc, char **argv) {
     if (!result) result = check_file("--csv", j.opt.csv_path);
     if (!result) result = check_file("--plan-out", j.opt.plan_out);
     if (!result) {
-        signal(SIGPIPE, SIG_IGN); // who reads what we print may go: the training goes on
+        signal(SIGPIPE, SIG_IGN); // if the reader of the output ends, the training continues
 #ifdef GPT_USE_BLAS
         openblas_set_num_threads(1); // the ranks are the parallelism
 #endif

@@ -13,7 +13,7 @@ static int has_loss(const trainer *t, int step) {
     return t->losses[step] >= 0.0 && t->losses[step] < 1e30;
 }
 
-/* Where the picture goes: beside the csv, else into build/, else here. */
+/* Writes the path of the picture: next to the csv, or else in build/, or else in this folder. */
 static void plot_path(const trainer *t, char *path, size_t size) {
     struct stat st;
     const char *csv = t->j->opt.csv_path;
@@ -107,7 +107,7 @@ static void write_ticks(const svg_frame *f, FILE *svg) {
                 SVG_BOTTOM + 20, commas(text, (int64_t)x));
 }
 
-/* The next step at one side, way 1 or -1, whose loss is known; else one that is out of range. */
+/* Returns the next step on one side, way 1 or -1, whose loss is known, or a step out of range. */
 static int next_loss(const trainer *t, int step, int way) {
     const int steps = t->j->opt.steps;
     do step += way;
@@ -115,8 +115,8 @@ static int next_loss(const trainer *t, int step, int way) {
     return step;
 }
 
-/* Of as many losses before the step as after it, so that the mean neither lags nor leads: at both
-   ends there are fewer. */
+/* Returns the mean of equally many losses before and after the step, so that it neither lags nor
+   leads: fewer near both ends. */
 static double centred_mean(const trainer *t, int step) {
     double sum = t->losses[step];
     int count = 1, before = step, after = step;

@@ -2,8 +2,8 @@
 
    A checkpoint has the parameters, what AdamW keeps, and how far the training is. Batches follow
    from the seed and the number of the step, so that this number is the place in the data, too.
-   A run that is resumed has to have the same text, seed, batch and context; the number of ranks, and
-   how many of them cut each block, may be others.
+   A run that resumes needs the same text, seed, batch and context; the number of ranks, and how
+   many of them cut each block, may differ.
 
    Included by gpt_host.h. SPDX-License-Identifier: MIT */
 #ifndef GPT_SAVE_H
@@ -28,7 +28,8 @@ static void make_progress(const trainer *t, int64_t *progress) {
     memcpy(&progress[OF_LR], &opt->lr, sizeof opt->lr);
 }
 
-/* Are these another training's? All ranks have read the same numbers, and return the same. */
+/* Fails if the numbers are those of another training. All ranks have read the same numbers, and
+   return the same status. */
 static fsdp_status check_progress(const trainer *t, const int64_t *mine, const char *path) {
     static const char *const names[PROGRESS] = {"--steps", "--seed",    "the text",
                                                 "--batch", "--context", "--lr"};

@@ -2,7 +2,7 @@
    shards what each of them has
 
    Attention is cut by heads, the MLP by hidden channels, embedding and logits by the vocabulary.
-   Between these, every rank has its part of the tokens (sequence parallel): norms, biases behind a
+   Between these, every rank has its part of the tokens (sequence parallel): norms, biases after a
    sum and residuals work on those. With R = B*T tokens, r of them on this rank:
 
        x(r, C) -> norm -> gather -> (R, C) -> qkv, attention of my heads -> projection: addends (R, C)
@@ -23,7 +23,7 @@ enum { TP_CUT = 6, TP_WHOLE = 6, TP_EMBED_WHOLE = 3 }; // wpe, lnfw, lnfb are wh
 
 typedef struct {
     gpt_param_spec spec; // first: `user` of a parameter points here
-    int ordinal;         // of the parameter in a model without tensor parallelism
+    int ordinal;         // the parameter's ordinal in a model without tensor parallelism
 } tp_param;
 
 typedef struct {
@@ -38,11 +38,11 @@ typedef struct {
 typedef struct {
     fsdp_mesh *mesh; // (dp, tp)
     fsdp_dmesh *dm;
-    fsdp_unit *rest; // what is whole, of all blocks
+    fsdp_unit *rest; // the replicated parameters of all blocks
     tp_param *params;
-    int tokens, begin, mine;  // R; the first of my tokens, and r, how many they are
-    int heads, width, hidden; // of mine: Hh, Ch, F
-    int vocab, first;         // of my rows of wte
+    int tokens, begin, mine;  // R; the first of this rank's tokens; r, their number
+    int heads, width, hidden; // this rank's Hh, Ch, F
+    int vocab, first;         // number and first of this rank's rows of wte
     fsdp_redistribution *gather, *scatter, *gather_grad, *scatter_grad, *max, *sums, *logits_row;
     float *narrow, *wide;      // (r, C), (R, C): what peers read
     float *row_max, *row_sums; // (R), (2, R)
@@ -158,12 +158,12 @@ static fsdp_status tp_add_unit(trainer *t, const char *name, fsdp_param_desc *pa
     d.unit.num_params = count;
     d.unit.reshard_after_forward = reshard;
     d.tp = tp;
-    d.partial_grads = 1; // of what is whole: each rank sees its own tokens
+    d.partial_grads = 1; // of replicated parameters: each rank sees its own tokens
     return fsdp_tp_fully_shard(tp_of(t)->dm, &d, unit);
 }
 
-/* What each rank of tp has whole is one unit: one gather and one reduction for all norms and
-   biases. Its names have the block's in front. */
+/* Makes one unit of the parameters that tp replicates: one gather and one reduction for all norms
+   and biases. Their names begin with that of the block. */
 static fsdp_status tp_add_rest(trainer *t) {
     const int count = TP_EMBED_WHOLE + t->cfg.layers * TP_WHOLE;
     fsdp_param_desc *params = (fsdp_param_desc *)calloc((size_t)count, sizeof *params);
@@ -210,7 +210,7 @@ static void tp_init_rows(void *user, const fsdp_param_view *block) {
         fsdp_view_data_f32(&v)[k] = first_value(t->j, &p->spec, p->ordinal, fsdp_view_index(&v, k));
 }
 
-/* A tensor of the tp ranks: alike on all of dp, and on tp as `place` says. */
+/* Returns the spec of a tensor that all of dp replicates, with a placement of `kind` on tp. */
 static fsdp_spec tp_spec(const trainer *t, int kind, int op, int ndim, int64_t rows, int64_t cols) {
     const int32_t mesh[2] = {t->num_ranks / t->tp, t->tp};
     const int64_t shape[2] = {rows, cols};

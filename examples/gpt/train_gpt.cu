@@ -38,9 +38,9 @@
 #define GPT_ON_GPU
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls some of these
 
-enum { EAGER_STEPS = 2 }; // of --graph, before the capture
+enum { EAGER_STEPS = 2 }; // steps of --graph before the capture
 
-// What a rank has beside a trainer.
+// State of a rank in addition to its trainer.
 typedef struct {
     gpt_cuda gpu;
     uint8_t *text; // all of it, on the device
@@ -59,7 +59,7 @@ typedef struct {
 static gpu_rank *gpu_rank_of(const trainer *t) { return (gpu_rank *)t->own; }
 static gpt_cuda *gpu_of(const trainer *t) { return &gpu_rank_of(t)->gpu; }
 
-/* What failed on the GPU so far; the user is told. */
+/* Returns the status of the first failure on the GPU, and prints its text. */
 static fsdp_status gpu_status(const trainer *t) {
     const gpt_cuda *gpu = gpu_of(t);
     if (!gpu->error) return FSDP_OK;
@@ -151,7 +151,7 @@ static fsdp_status build_model(trainer *t) {
     const int reshard = opt->reshard ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
     fsdp_model_desc desc = FSDP_ZERO;
     if (opt->plain) return plain_build(t);
-    if (opt->bf16) desc.param_dtype = FSDP_BF16; // of what is gathered; shards stay f32
+    if (opt->bf16) desc.param_dtype = FSDP_BF16; // dtype of gathered parameters; shards stay f32
     fsdp_status status = fsdp_model_create(t->world, &desc, &t->model);
     if (status) return status;
     status = add_unit(t, "embed", t->embed_specs, GPT_EMBED_PARAM_COUNT, FSDP_RESHARD_NEVER,
@@ -296,7 +296,7 @@ static fsdp_status train_step(trainer *t, int step, int look, double *loss, doub
     if (!status && look) status = mean_loss(t, loss);
     if (!status && look) status = fsdp_grad_norm(t->model, norm);
     if (!status) status = optimizer_step(t, step);
-    // No hook runs in a launch: the library keeps what it knew behind the capture, that there are
+    // No hook runs in a launch: the library still records, as after the capture, that there are
     // gradients, and the graph itself stores new ones.
     if (!status && !gpu_rank_of(t)->graph) status = fsdp_zero_grad(t->model);
     return status ? status : gpu_status(t);
@@ -394,7 +394,7 @@ static void plain_forward_backward(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
     gpt_cuda *gpu = &rank->gpu;
     const gpt_config *cfg = &t->cfg;
-    void **w = rank->w + GPT_EMBED_PARAM_COUNT, **g = rank->g + GPT_EMBED_PARAM_COUNT; // of blocks
+    void **w = rank->w + GPT_EMBED_PARAM_COUNT, **g = rank->g + GPT_EMBED_PARAM_COUNT; // blocks
     gpt_cuda_embed_forward(gpu, cfg, rank->w);
     for (int l = 0; l < cfg->layers; l++) {
         gpt_cuda_block_forward(gpu, cfg, w + l * GPT_BLOCK_PARAM_COUNT, l);

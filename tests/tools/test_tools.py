@@ -815,6 +815,7 @@ def test_errors_of_macros():
                  "#define Z(w, ...) fsdp_fail(w, FSDP_ERR_IO, __VA_ARGS__)\n" + 'int i = Z(w, "no z");\n',
                  "#define Z(w, text) \\\n    fsdp_fail(w, FSDP_ERR_IO, \\\n    text)\n" + 'int i = Z(w, "no z");\n',
                  "#define Y(t) fsdpi_invalid_arg(w, t)\n#define Z(t) Y(t)\n" + 'int i = Z("no z");\n',
+                 "#define Z(...) fsdpi_text_add(error, __VA_ARGS__)\n" + 'int i = (Z("no z"), 1);\n',
                  '#define Z(w) fsdp_fail(w, FSDP_ERR_IO, "no z")\n',
                  '#define Z(w) \\\n    fsdp_warn(w, "no z")\n']:
         status, text, _ = errors(FAILS + code, LIST)
