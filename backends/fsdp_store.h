@@ -1403,6 +1403,27 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
 
+// Adds the addresses of this host that others may reach.
+static void fsdpi_store_say_own(fsdpi_text *t) {
+    const size_t before = t->used;
+    struct ifaddrs *all = NULL;
+    char host[64];
+    (void)getifaddrs(&all); // after a failure there is none
+    for (struct ifaddrs *i = all; i; i = i->ifa_next) {
+        fsdpi_store_place p;
+        const int family = i->ifa_addr ? i->ifa_addr->sa_family : AF_UNSPEC;
+        if (family != AF_INET && family != AF_INET6) continue;
+        memset(&p, 0, sizeof p);
+        p.size = family == AF_INET6 ? sizeof p.at.v6 : sizeof p.at.v4;
+        memcpy(&p.at, i->ifa_addr, p.size);
+        if (fsdpi_store_is_loopback(&p)) continue;
+        fsdpi_store_host_text(&p, host, sizeof host);
+        fsdpi_text_add(t, "%s%s", t->used > before ? ", " : "", host);
+    }
+    if (all) freeifaddrs(all);
+    if (t->used == before) fsdpi_text_add(t, "only loopback addresses");
+}
+
 // Finds the source address of packets from this host to others. The connect of a datagram socket
 // reads the routing table and sends nothing; its target is an address that is reserved for
 // documentation.
@@ -2069,6 +2090,23 @@ static void fsdpi_store_learn_served(fsdpi_store *s) {
     if (s->is_served && is_exact) s->ports = 1;
 }
 
+/* Warns that the store's address is none of this host, on which this rank serves all the same: the
+   network may forward that address to it. */
+static void fsdpi_store_warn_elsewhere(const fsdpi_store *s) {
+    char own[400], line[1000];
+    fsdpi_text t = {own, sizeof own, 0};
+    if (s->desc.boot.size == 1) return;
+    fsdpi_store_say_own(&t);
+    (void)snprintf(line, sizeof line,
+                   "[E567] the store's address %s (FSDP_STORE, or MASTER_ADDR) is none of this "
+                   "host, on which rank 0 runs and which has %s: rank 0 serves on all of them, and "
+                   "other ranks find it only if the network forwards that address to this host "
+                   "(NAT, a container's port). Else give all ranks an address of this host, or "
+                   "start rank 0 on the host that has it",
+                   s->where.host, own);
+    fsdpi_boot_log(&s->desc.boot, FSDP_LOG_WARN, line);
+}
+
 // Tries every address once. Rank 0 serves at the first one that is free, unless a launcher serves.
 static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     fsdpi_store_place list[FSDPI_STORE_PLACES], p;
@@ -2101,8 +2139,10 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
             fsdpi_store_knock(s, &at, t);
             slow[i] = slow[i] || t->why == ETIMEDOUT; // then all ports of this host are slow
         }
-        if (not_here && !t->decided && !t->later)
+        if (not_here && !t->decided && !t->later) {
             fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
+            if (fd >= 0) fsdpi_store_warn_elsewhere(s);
+        }
         if (fd >= 0) fsdpi_store_begin(s, fd, &p, t);
         if (fd >= 0 || t->decided || t->later) return;
     }
@@ -2553,8 +2593,8 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
         left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
         if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
     }
+    if (FSDPI_LOAD(&s->joined)) return FSDP_OK; // a failure since then is for fsdpi_store_verdict
     if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->verdict);
-    else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
         fsdpi_text_add(
             error, "[E720] %s, which serves the store, has closed it before all ranks had joined",

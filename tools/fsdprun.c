@@ -59,7 +59,10 @@ typedef struct job {
     char **argv, base[128], id[128], store[300]; // base: the job's name, without the count
     char first[700];                             // text of the first failure of all starts
     int first_status;                            // its exit status
-    fsdpi_store *nodes_store; // with max_restarts: where the fsdpruns of all nodes meet, or NULL
+    fsdpi_store *nodes_store; // where the fsdpruns of all nodes meet; NULL: not joined
+    fsdpi_store *joined;      // by a thread; look_at_nodes moves it to nodes_store
+    uint32_t is_joining;      // the thread runs
+    uint32_t jumps;           // of its clock, past all deadlines: it gives up
     int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
     int is_final;             // 1: another node says that a restart cannot help
     pid_t launcher;           // process id of the launcher
@@ -74,7 +77,8 @@ typedef struct job {
     long oom_kills;           // OOM kills of the system before the ranks started
     fsdpi_store_server *server;
 } job;
-#define NEVER LONG_MAX
+#define NEVER      LONG_MAX
+#define FOREVER_NS 1000000000000000LL // more than a week
 
 static void usage(FILE *to) {
     fprintf(
@@ -288,13 +292,12 @@ static void set_environment(job *j) {
         if (!l->is_manager) unsetenv(l->local);
 }
 
-// Sets how long this node waits for the fsdpruns of others: as long as a rank waits. Returns 0, or
-// the exit status.
+// Sets how long this process waits for others: as long as a rank waits. Returns 0, or the exit
+// status.
 static int set_timeout(job *j) {
     char error[300] = "";
     fsdpi_text t = {error, sizeof error, 0};
     j->timeout_ms = 60000;
-    if (j->nodes == 1 || !j->max_restarts) return 0;
     if (!fsdpi_env_int("FSDP_TIMEOUT_MS", 1, INT_MAX, &j->timeout_ms, &t)) return 0;
     return complain("%s", error);
 }
@@ -305,32 +308,21 @@ static void check_master(const job *j) {
     fsdp_clock clock = {fsdpi_monotonic_ns, NULL};
     fsdpi_store_where where;
     fsdpi_store_place list[FSDPI_STORE_PLACES], place;
-    char host[64], own[400] = "";
+    char own[400] = "";
     fsdpi_text none = {NULL, 0, 0}, t = {own, sizeof own, 0};
-    struct ifaddrs *all = NULL;
     if (j->node || !*j->host || !fsdpi_store_parse(j->store, &where)) return;
     const int count = fsdpi_store_lookup(&clock, where.host, INT64_MAX, list, FSDPI_STORE_PLACES,
                                          &none);
     const int fd = fsdpi_store_claim(&where, list, count, 0, 0, &place);
     const int is_far = count && fd < 0 && fsdpi_store_not_here(errno);
     if (fd >= 0) close(fd);
-    if (!is_far || getifaddrs(&all)) return;
-    for (struct ifaddrs *i = all; i; i = i->ifa_next) {
-        const int family = i->ifa_addr ? i->ifa_addr->sa_family : AF_UNSPEC;
-        if (family != AF_INET && family != AF_INET6) continue;
-        memset(&place, 0, sizeof place);
-        place.size = family == AF_INET6 ? sizeof place.at.v6 : sizeof place.at.v4;
-        memcpy(&place.at, i->ifa_addr, place.size);
-        if (fsdpi_store_is_loopback(&place)) continue;
-        fsdpi_store_host_text(&place, host, sizeof host);
-        fsdpi_text_add(&t, "%s%s", t.used ? ", " : "", host);
-    }
-    freeifaddrs(all);
+    if (!is_far) return;
+    fsdpi_store_say_own(&t);
     complain("[E564] --master %s is no address of this host, which is node 0 and has %s: ranks "
              "meet here, and other nodes find this host only if the network forwards that address "
              "to it. Else give all nodes an address of this one, or --node-rank 0 to the host that "
              "has it",
-             j->host, *own ? own : "only loopback addresses");
+             j->host, own);
 }
 
 /* Sets FSDP_TOKEN, which only programs of this job know. On several hosts the user must give it:
@@ -388,6 +380,7 @@ static int serve(job *j) {
 
 typedef struct process {
     pid_t pid, parent;
+    char state; // Z: has ended, and its parent has not looked; T: is stopped
 } process;
 
 // The text of a file of /proc/PID, "": there is none, or no such process.
@@ -400,26 +393,35 @@ static void read_proc(pid_t pid, const char *name, char *text, size_t size) {
     if (fd >= 0) close(fd);
 }
 
+// Reads what /proc tells of a process. Returns 0 if there is no such process.
+static int read_process(pid_t pid, process *out) {
+    char text[512];
+    int parent;
+    read_proc(pid, "stat", text, sizeof text);
+    const char *after = strrchr(text, ')'); // the name before it may hold anything
+    if (!after || sscanf(after, ") %c %d", &out->state, &parent) != 2) return 0;
+    out->pid = pid, out->parent = parent;
+    return 1;
+}
+
 // All processes that can be seen. Returns how many; *out is the caller's to free.
 static int all_processes(process **out) {
-    char self[32] = "", text[512];
-    int count = 0, cap = 0, parent;
+    char self[32] = "";
+    int count = 0, cap = 0;
     // In another namespace than that of /proc its numbers mean others.
     ssize_t length = readlink("/proc/self", self, sizeof self - 1);
     DIR *dir = length > 0 && atol(self) == (long)getpid() ? opendir("/proc") : NULL;
     struct dirent *entry;
     while (dir && (entry = readdir(dir)) != NULL) {
+        process p;
         const pid_t pid = (pid_t)atol(entry->d_name);
-        if (pid <= 0) continue;
-        read_proc(pid, "stat", text, sizeof text);
-        const char *behind = strrchr(text, ')'); // the name before it may hold anything
-        if (!behind || sscanf(behind, ") %*c %d", &parent) != 1) continue;
+        if (pid <= 0 || !read_process(pid, &p)) continue;
         if (count == cap) {
             process *more = (process *)realloc(*out, sizeof *more * (size_t)(cap += 1024));
             if (!more) break;
             *out = more;
         }
-        (*out)[count].pid = pid, (*out)[count++].parent = parent;
+        (*out)[count++] = p;
     }
     if (dir) closedir(dir);
     return count;
@@ -589,6 +591,32 @@ static void keep_first(job *j, const char *text, int status) {
     j->first_status = status;
 }
 
+// Names a rank of this node that is stopped: the others fail, because they waited for it.
+static void name_stopped(const job *j) {
+    char text[64];
+    process p;
+    int first = -1, count = 0;
+    for (int r = 0; r < j->ranks; r++) {
+        if (j->pids[r] <= 0 || !read_process(j->pids[r], &p) || !strchr("Tt", p.state)) continue;
+        if (count++ == 0) first = r;
+    }
+    if (!count) return;
+    snprintf(text, sizeof text, ", and so are %d more of this node", count - 1);
+    complain(
+        "[E565] rank %d (process %ld) is stopped%s: it may be what the others have waited for. "
+        "Look who has sent it SIGSTOP or SIGTSTP, or debugs it. To continue a stopped process "
+        "in time, use kill -CONT",
+        j->node * j->ranks + first, (long)j->pids[first], count > 1 ? text : "");
+}
+
+// Says and keeps the failure with which this start ends.
+static void say_failure(job *j, const char *text) {
+    if (j->quiet) return;
+    complain("%s", text);
+    name_stopped(j);
+    keep_first(j, text, j->status);
+}
+
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
    others failed of. */
 static void tell(job *j, int r, pid_t pid, int how) {
@@ -610,8 +638,7 @@ static void tell(job *j, int r, pid_t pid, int how) {
     else
         snprintf(text, sizeof text, "[E542] rank %d (process %ld) failed with exit status %d%s",
                  base + r, (long)pid, WEXITSTATUS(how), before);
-    complain("%s", text);
-    keep_first(j, text, j->status);
+    say_failure(j, text);
     tell_nodes(j, 0, text);
 }
 
@@ -709,6 +736,7 @@ static void wait_for_signal(job *j, const sigset_t *signals, long ms) {
 static void look_at_nodes(job *j) {
     fsdpi_failure v;
     char text[sizeof v.reason + 120];
+    if (!j->nodes_store) j->nodes_store = FSDPI_LOAD(&j->joined);
     if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
     j->status = 1;
     j->is_final = v.status == FSDP_ERR_INVALID_STATE;
@@ -717,8 +745,9 @@ static void look_at_nodes(job *j) {
                  "[E557] the fsdprun of node %d has ended or is cut off: look at its output",
                  v.lost);
     else snprintf(text, sizeof text, "[E558] on node %d: %s", v.rank, v.reason);
-    if (!j->quiet) complain("%s", text);
-    keep_first(j, text, j->status);
+    say_failure(j, text);
+    // Ranks that learn of it themselves have time to say where they were.
+    if (j->term_at == NEVER && j->kill_at == NEVER) j->term_at = now_ms() + GRACE_MS;
 }
 
 /* Ends this start if the fsdprun of a node that is waited for gives no sign of life: it is stopped,
@@ -740,24 +769,57 @@ static void look_for_silence(job *j, int node, long *heard_ms) {
              "-CONT), or start the same command again",
              node, (double)silent_ms / 1000, j->timeout_ms / 1000.0, j->node);
     j->status = 1;
-    complain("%s", text);
-    keep_first(j, text, j->status);
+    say_failure(j, text);
     tell_nodes(j, 0, text);
 }
 
+// The clock of the nodes' store.
+static int64_t nodes_ns(void *user) {
+    return fsdpi_monotonic_ns(NULL) + FSDPI_LOAD(&((job *)user)->jumps) * 2 * FOREVER_NS;
+}
+
 // Joins the store in which each node is a rank. Node 0 serves it.
-static int join_nodes(job *j, char *error, size_t cap) {
+static int join_nodes(job *j, fsdpi_store **out, int64_t timeout_ns, char *error, size_t cap) {
     fsdpi_store_desc d;
     char name[sizeof j->base + 8];
     memset(&d, 0, sizeof d);
     snprintf(name, sizeof name, "%s:nodes", j->base);
     d.boot.rank = j->node, d.boot.size = j->nodes;
     d.boot.job = name, d.boot.store = j->store;
-    d.boot.timeout_ns = NODES_MS * 1000000LL;
+    d.boot.timeout_ns = timeout_ns;
     d.boot.allocator.alloc = fsdpi_libc_alloc;
     d.boot.allocator.free = fsdpi_libc_free;
-    d.boot.clock.now_ns = fsdpi_monotonic_ns;
-    return fsdpi_store_open(&d, &j->nodes_store, error, cap) == FSDP_OK;
+    d.boot.clock.now_ns = nodes_ns, d.boot.clock.user = j;
+    return fsdpi_store_open(&d, out, error, cap) == FSDP_OK;
+}
+
+// Joins while the ranks run: without --max-restarts these do not wait for other nodes.
+static void *join_nodes_later(void *arg) {
+    job *j = (job *)arg;
+    char error[FSDPI_REASON + 200];
+    fsdpi_store *store = NULL;
+    while (!join_nodes(j, &store, FOREVER_NS, error, sizeof error) && !FSDPI_LOAD(&j->jumps))
+        fsdpi_sleep_ns(MOMENT_MS * 1000000LL);
+    FSDPI_STORE(&j->joined, store);
+    FSDPI_STORE(&j->is_joining, 0u);
+    return NULL;
+}
+
+static void begin_join(job *j) {
+    pthread_t thread;
+    if (j->nodes == 1 || j->nodes_store) return;
+    j->is_joining = 1;
+    if (fsdpi_store_thread(&thread, join_nodes_later, j, 0)) j->is_joining = 0; // as if cut off
+    else pthread_detach(thread);
+}
+
+// Waits for the thread, which may set new deadlines until it sees that its clock has jumped.
+static void end_join(job *j) {
+    while (FSDPI_LOAD(&j->is_joining)) {
+        __atomic_add_fetch(&j->jumps, 1u, __ATOMIC_RELEASE);
+        fsdpi_sleep_ns(MOMENT_MS * 100000LL);
+    }
+    if (!j->nodes_store) j->nodes_store = FSDPI_LOAD(&j->joined);
 }
 
 // Shows a text of this node to the others, under the name `what`.
@@ -773,8 +835,8 @@ static fsdp_status hear_node(const job *j, const char *what, int node, char *tex
     char key[32];
     size_t bytes;
     snprintf(key, sizeof key, "%s.%d", what, node);
-    const fsdp_status status =
-        fsdpi_store_get(j->nodes_store, key, text, cap - 1, &bytes, ms * 1000000LL);
+    const fsdp_status status = fsdpi_store_get(j->nodes_store, key, text, cap - 1, &bytes,
+                                               ms * 1000000LL);
     text[status ? 0 : bytes] = 0;
     return status;
 }
@@ -799,8 +861,8 @@ static int agree_on_count(job *j, char *error, size_t cap) {
     for (int node = 0; node < j->nodes && !status; node++)
         status = hear_node(j, "agreed", node, text, sizeof text, NODES_MS);
     // A node that has begun may have failed already: look_at_nodes reports it.
-    if (!status || (is_known && fsdpi_store_verdict(j->nodes_store, &v) &&
-                    v.status != FSDP_ERR_TIMEOUT))
+    if (!status ||
+        (is_known && fsdpi_store_verdict(j->nodes_store, &v) && v.status != FSDP_ERR_TIMEOUT))
         return 1;
     snprintf(error, cap, "%s", fsdp_status_name(status));
     fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun lacks the counts");
@@ -819,7 +881,8 @@ static int meet_nodes(job *j, const sigset_t *signals) {
     char error[FSDPI_REASON + 200] = "";
     if (j->nodes == 1 || !j->max_restarts) return 0;
     while (now_ms() - begin < j->timeout_ms) {
-        const int is_met = join_nodes(j, error, sizeof error) &&
+        const int is_met = join_nodes(j, &j->nodes_store, NODES_MS * 1000000LL, error,
+                                      sizeof error) &&
                            agree_on_count(j, error, sizeof error);
         wait_for_signal(j, signals, is_met ? 0 : MOMENT_MS);
         if (j->quiet) return tell_nodes(j, 1, "the user has ended its fsdprun"), 128 + j->asked;
@@ -838,11 +901,11 @@ static void wait_for_nodes(job *j, const sigset_t *signals) {
     char text[8];
     long heard_ms = now_ms();
     fsdp_status status = FSDP_OK;
-    if (!j->nodes_store || j->status) return;
+    if (!j->nodes_store || !j->max_restarts || j->status) return;
     (void)show_node(j, "done", "");
     // When node 0 has seen all, its store ends: no failure.
-    for (int node = 0; node < j->nodes && !j->quiet && !j->status &&
-                       (!status || status == FSDP_ERR_TIMEOUT);) {
+    for (int node = 0;
+         node < j->nodes && !j->quiet && !j->status && (!status || status == FSDP_ERR_TIMEOUT);) {
         status = hear_node(j, "done", node, text, sizeof text, MOMENT_MS);
         if (status == FSDP_ERR_TIMEOUT) look_for_silence(j, node, &heard_ms);
         node += !status;
@@ -860,7 +923,7 @@ static void wait_for_nodes(job *j, const sigset_t *signals) {
 static void look_after(job *j, const sigset_t *signals) {
     while (look_at_nodes(j), reap(j) && !go_on_ending(j)) {
         const int ending = j->term_at != NEVER || j->kill_at != NEVER;
-        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes_store ? MOMENT_MS : 1000);
+        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes > 1 ? MOMENT_MS : 1000);
     }
 }
 
@@ -920,7 +983,7 @@ static int start_once(job *j, const sigset_t *signals, char **argv) {
     if (!failed) failed = start(j);
     if (argv) take_own_name(j, argv);
     if (failed) tell_nodes(j, 1, "its fsdprun could not start the ranks");
-    else look_after(j, signals), wait_for_nodes(j, signals);
+    else begin_join(j), look_after(j, signals), wait_for_nodes(j, signals), end_join(j);
     fsdpi_store_stop(j->server);
     return failed;
 }
@@ -957,16 +1020,38 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     return j->first_status;
 }
 
+/* If the keeper is stopped and all that it looks after has ended, nobody else would end the job: says
+   so, and kills it after a while. *since: when that was seen first, NEVER: it is not so. */
+static void look_at_keeper(const job *j, pid_t keeper, long *since) {
+    process p, *all = NULL;
+    int live = !read_process(keeper, &p) || p.state != 'T';
+    for (int count = live ? 0 : all_processes(&all), k = 0; k < count; k++)
+        live += all[k].parent == keeper && all[k].state != 'Z';
+    free(all);
+    if (live) *since = NEVER;
+    else if (*since == NEVER) {
+        *since = now_ms();
+        complain("[E566] process %ld, which looks after the ranks, is stopped, and no rank of this "
+                 "node runs: continue it (kill -CONT %ld). It is killed in %.1f s "
+                 "(FSDP_TIMEOUT_MS)",
+                 (long)keeper, (long)keeper, j->timeout_ms / 1000.0);
+    } else if (now_ms() - *since >= j->timeout_ms) kill(keeper, SIGKILL);
+}
+
 // In the launcher. What a shell has started before it became this program is not of the job.
 static int watch(job *j, pid_t keeper, const sigset_t *signals, int has_others) {
+    const struct timespec slice = {1, 0};
     int how = 0, sig;
+    long since = NEVER;
     while (waitpid(keeper, &how, WNOHANG) == 0) {
         siginfo_t info;
-        sig = sigwaitinfo(signals, &info);
+        look_at_keeper(j, keeper, &since);
+        sig = sigtimedwait(signals, &info, &slice);
+        if (sig <= 0 || sig == SIGCHLD) continue;
         // A terminal signals the whole group, the keeper too. When it is gone, the kernel tells
         // only the leader of the session.
         const int alone = info.si_code <= 0 || (sig == SIGHUP && getsid(0) == getpid());
-        if (sig > 0 && sig != SIGCHLD && alone) kill(keeper, sig);
+        if (alone) kill(keeper, sig);
     }
     if (WIFEXITED(how)) return WEXITSTATUS(how);
     complain("[E548] process %ld, which looks after the ranks, was killed by signal %d (%s): all "

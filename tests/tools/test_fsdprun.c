@@ -1265,6 +1265,98 @@ TEST(fsdprun, two_jobs_on_one_port) {
     for (int i = 0; i < 2; i++) close_all(&s[i]);
 }
 
+/* ---- ranks and keepers that are stopped ------------------------------------------------------- */
+
+static void stop(pid_t pid) {
+    CHECK_EQ_INT(kill(pid, SIGSTOP), 0);
+    while (state_of(pid) != 'T') usleep(1000);
+}
+
+/* Ranks that are stopped when another one fails are named, and ended. */
+static const struct {
+    const char *name;
+    int stopped; /* ranks 1 to this one */
+} stopped_ranks[] = {{"none", 0}, {"one", 1}, {"two", 2}};
+TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
+    char word[40], text[200];
+    setenv("DIR", h_tmpdir(), 1);
+    pid_t pid = start("-n4", "sh", "-c",
+                      "echo rank$RANK=$$; while ! test -e $DIR/go; do sleep 0.02; done;"
+                      "test $RANK = 3 && exit 5; exec sleep 1000",
+                      (const char *)NULL);
+    read_until("rank", 4);
+    for (int r = 1; r <= row->stopped; r++) {
+        snprintf(word, sizeof word, "rank%d=", r);
+        stop(number_behind(word));
+    }
+    go();
+    CHECK_EQ_INT(finish(pid), 5);
+    CHECK_EQ_INT(count("[E565]"), row->stopped > 0);
+    if (!row->stopped) return;
+    snprintf(
+        text, sizeof text, "[E565] rank 1 (process %ld) is stopped%s: it may be what the others",
+        (long)number_behind("rank1="), row->stopped > 1 ? ", and so are 1 more of this node" : "");
+    says(text);
+}
+
+/* Has this process such a signal, which it has not taken yet? */
+static int is_pending(pid_t pid, int sig) {
+    char path[64], line[128];
+    unsigned long long set = 0;
+    snprintf(path, sizeof path, "/proc/%ld/status", (long)pid);
+    FILE *f = fopen(path, "r");
+    CHECK(f != NULL);
+    while (fgets(line, sizeof line, f) && sscanf(line, "ShdPnd: %llx", &set) != 1) continue;
+    fclose(f);
+    return (int)(set >> (sig - 1) & 1);
+}
+
+/* The keeper is stopped when its ranks end: the launcher says so when none of them runs any more.
+   If the keeper is continued in time, nothing has happened. */
+static const struct {
+    const char *name, *timeout_ms;
+    int is_continued, fails;
+} stopped_keepers[] = {{"and_continued", "60000", 1, 0},
+                       {"for_good", "300", 0, 0},
+                       {"and_continued_after_a_failure", "60000", 1, 1}};
+TEST_P(fsdprun, a_stopped_keeper_is_named, stopped_keepers) {
+    char text[1000], path[400];
+    setenv("FSDP_TIMEOUT_MS", row->timeout_ms, 1);
+    setenv("DIR", h_tmpdir(), 1);
+    snprintf(text, sizeof text,
+             "trap '' USR1 USR2; echo rank$RANK=$$, keeper=$PPID;"
+             "while ! test -e $DIR/go$RANK; do sleep 0.02; done; exit $((RANK * %d))",
+             row->fails);
+    pid_t pid = start("-n2", "sh", "-c", text, (const char *)NULL);
+    read_until("keeper=", 2);
+    const pid_t keeper = number_behind("keeper=");
+    const pid_t ranks[] = {number_behind("rank0="), number_behind("rank1=")};
+    stop(keeper);
+    for (int r = 1; r >= 0; r--) {
+        snprintf(path, sizeof path, "%s/go%d", h_tmpdir(), r);
+        close(open(path, O_CREAT | O_WRONLY, 0600));
+        while (state_of(ranks[r]) != 'Z') usleep(1000);
+        for (int sig = SIGUSR1; r && sig <= SIGUSR2; sig += SIGUSR2 - SIGUSR1) {
+            kill(pid, sig); /* between the two it looks at the keeper */
+            while (!is_pending(keeper, sig)) usleep(1000);
+        }
+        if (r) CHECK_EQ_INT((read_output(), count("[E566]")), 0);
+    }
+    snprintf(
+        text, sizeof text,
+        "[E566] process %ld, which looks after the ranks, is stopped, and no rank of this node "
+        "runs: continue it (kill -CONT %ld)",
+        (long)keeper, (long)keeper);
+    read_until(text, 1);
+    if (row->is_continued) CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), row->is_continued ? row->fails : 137);
+    CHECK_EQ_INT(count("[E566]"), 1);
+    snprintf(text, sizeof text,
+             "[E548] process %ld, which looks after the ranks, was killed by signal 9",
+             (long)keeper);
+    CHECK_EQ_INT(count(text), !row->is_continued);
+}
+
 TEST(fsdprun, the_launchers_death_is_told) {
     served s;
     fsdpi_failure verdict;
@@ -1326,7 +1418,8 @@ static void check_addresses(void) {
     for (struct ifaddrs *i = all; i; i = i->ifa_next) {
         if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET) continue;
         const uint32_t v4 = ntohl(((struct sockaddr_in *)(void *)i->ifa_addr)->sin_addr.s_addr);
-        snprintf(host, sizeof host, "%u.%u.%u.%u", v4 >> 24, v4 >> 16 & 255, v4 >> 8 & 255, v4 & 255);
+        snprintf(host, sizeof host, "%u.%u.%u.%u", v4 >> 24, v4 >> 16 & 255, v4 >> 8 & 255,
+                 v4 & 255);
         others += v4 >> 24 != 127;
         CHECK_EQ_INT(strstr(output, host) != NULL, v4 >> 24 != 127);
     }
@@ -1338,11 +1431,12 @@ TEST_P(fsdprun, a_master_that_is_elsewhere, places) {
     setenv("FSDP_TIMEOUT_MS", "100", 1);
     snprintf(address, sizeof address, strchr(row->master, ':') ? "[%s]:%d" : "%s:%d", row->master,
              h_free_port());
-    snprintf(text, sizeof text, "fsdprun: [E564] --master %s is no address of this host", row->master);
+    snprintf(text, sizeof text, "fsdprun: [E564] --master %s is no address of this host",
+             row->master);
     /* no other node comes, which a later error says */
-    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=0", "--master", address, "--max-restarts=1",
-                     "true"),
-                 1);
+    CHECK_EQ_INT(
+        RUN("-n1", "--nnodes=2", "--node-rank=0", "--master", address, "--max-restarts=1", "true"),
+        1);
     says("[E559]");
     CHECK_EQ_INT(strncmp(output, text, strlen(text)) == 0, !row->is_own);
     CHECK_EQ_INT(count("[E564]"), !row->is_own);
@@ -1358,13 +1452,26 @@ TEST_P(fsdprun, a_master_that_is_elsewhere, places) {
 
 static int nodes_port;
 
-static pid_t start_node(int node, const char *program, const char *script) {
+static pid_t start_node_with(int node, const char *ranks, const char *restarts, const char *program,
+                             const char *script) {
     char rank[8], address[64];
     appends = 1;
     snprintf(rank, sizeof rank, "%d", node);
     snprintf(address, sizeof address, "127.0.0.1:%d", nodes_port);
-    return start("-n2", "--nnodes=2", "--node-rank", rank, "--master", address, "--max-restarts=2",
-                 program, "-c", script, (const char *)NULL);
+    return start("-n", ranks, "--nnodes=2", "--node-rank", rank, "--master", address,
+                 "--max-restarts", restarts, program, "-c", script, (const char *)NULL);
+}
+
+static pid_t start_node(int node, const char *program, const char *script) {
+    return start_node_with(node, "2", "2", program, script);
+}
+
+/* This process meets the fsdprun of the other node, as this one. */
+static fsdpi_store *join_as_node(int node) {
+    served s;
+    snprintf(s.job, sizeof s.job, "fsdprun-127.0.0.1:%d:nodes", nodes_port);
+    snprintf(s.address, sizeof s.address, "tcp://127.0.0.1:%d", nodes_port);
+    return join(node, 2, &s);
 }
 
 /* Returns a script for ranks: prints the start, the rank and the job's id, and ends when "go"
@@ -1449,7 +1556,8 @@ TEST_P(fsdprun, a_node_does_not_come_back, lost_nodes) {
     CHECK_EQ_INT(finish(nodes[!row->node]), 1);
     says("[E559] the fsdpruns of the 2 nodes have not met within 0.7 s");
     snprintf(text, sizeof text,
-             "[E563] the job has ended after 1 restarts. The first failure: [E557] the fsdprun of node %d",
+             "[E563] the job has ended after 1 restarts. The first failure: [E557] the fsdprun of "
+             "node %d",
              row->node);
     says(text);
     CHECK_EQ_INT(count("start=1"), 0);
@@ -1476,17 +1584,14 @@ TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
 /* A node with a new restart count is lost before ranks start: all other nodes know the count by
    then, and none has started ranks. This process is node 1, twice. */
 TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
-    served s;
     char value[64];
     size_t bytes = 0;
     nodes_port = h_free_port();
     setenv("FSDP_TOKEN", "mine", 1);
-    snprintf(s.job, sizeof s.job, "fsdprun-127.0.0.1:%d:nodes", nodes_port);
-    snprintf(s.address, sizeof s.address, "tcp://127.0.0.1:%d", nodes_port);
     go();
     pid_t pid = start_node(0, "sh", until_go());
     for (int time = 0; time < 2; time++) {
-        fsdpi_store *store = join(1, 2, &s);
+        fsdpi_store *store = join_as_node(1);
         const char *mine = time ? "0 " : "1 [E541] of old";
         CHECK_OK(fsdpi_store_set(store, "count.1", mine, strlen(mine)));
         CHECK_OK(fsdpi_store_get(store, "agreed.0", value, sizeof value, &bytes, 20000000000));
@@ -1506,6 +1611,41 @@ TEST(fsdprun, a_count_outlives_the_node_that_brought_it) {
     CHECK_EQ_INT(count("start="), 2);
 }
 
+/* Node 1, which this process is, has the counts of all, begins and fails, while node 0 waits for it
+   still. Node 0 says so, and does not wait for its deadline. */
+static const struct {
+    const char *name;
+    fsdp_status status;
+    int comes_back;
+} failed_early[] = {{"for_good", FSDP_ERR_INVALID_STATE, 0}, {"comes_back", FSDP_ERR_ABORTED, 1}};
+TEST_P(fsdprun, a_node_that_fails_while_others_agree, failed_early) {
+    char value[64];
+    size_t bytes;
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    go();
+    pid_t pid = start_node(0, "sh", until_go());
+    for (int time = 0; time <= row->comes_back; time++) {
+        fsdpi_store *store = join_as_node(1);
+        snprintf(value, sizeof value, "%d ", time);
+        CHECK_OK(fsdpi_store_set(store, "count.1", value, 2));
+        CHECK_OK(fsdpi_store_get(store, "agreed.0", value, sizeof value, &bytes, 20000000000));
+        if (time == 0) fsdpi_store_abort(store, row->status, "", "[E542] of the test");
+        else {
+            CHECK_OK(fsdpi_store_set(store, "agreed.1", "", 0));
+            CHECK_OK(fsdpi_store_set(store, "done.1", "", 0));
+            CHECK_OK(fsdpi_store_get(store, "done.0", value, sizeof value, &bytes, 20000000000));
+        }
+        fsdpi_store_close(store);
+    }
+    CHECK_EQ_INT(finish(pid), !row->comes_back);
+    CHECK_EQ_INT(count("fsdprun: [E558] on node 1: [E542] of the test\n"), 1);
+    CHECK_EQ_INT(count("[E560]"),
+                 row->comes_back); /* told by what the test said, not by a deadline */
+    CHECK_EQ_INT(count("[E559]"), 0);
+    CHECK_EQ_INT(count("start="), 2 * row->comes_back);
+}
+
 /* The fsdprun of one node is stopped, and the other node's ranks have ended: after a timeout a
    log line names the stopped node. When it continues, the job is started again. */
 static const struct {
@@ -1518,10 +1658,10 @@ TEST_P(fsdprun, a_stopped_node_is_named, stopped_nodes, SLOW) {
     start_nodes(nodes, "4000");
     snprintf(text, sizeof text, "keeper%d=", row->node);
     const pid_t keeper = number_behind(text);
-    CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
-    while (state_of(keeper) != 'T') usleep(1000);
+    stop(keeper);
     go();
-    snprintf(text, sizeof text, "[E562] the fsdprun of node %d has given no sign of life", row->node);
+    snprintf(text, sizeof text, "[E562] the fsdprun of node %d has given no sign of life",
+             row->node);
     read_until(text, 1);
     snprintf(text, sizeof text, "and node %d waits for the end of its ranks", !row->node);
     says(text);
@@ -1531,9 +1671,9 @@ TEST_P(fsdprun, a_stopped_node_is_named, stopped_nodes, SLOW) {
 
 TEST(fsdprun, a_timeout_that_is_no_number) {
     setenv("FSDP_TIMEOUT_MS", "1h", 1);
-    CHECK_EQ_INT(RUN("-n1", "--nnodes=2", "--node-rank=0", "--master=127.0.0.1", "--max-restarts=1",
-                     "true"),
-                 2);
+    CHECK_EQ_INT(
+        RUN("-n1", "--nnodes=2", "--node-rank=0", "--master=127.0.0.1", "--max-restarts=1", "true"),
+        2);
     says("[E509] variable FSDP_TIMEOUT_MS is '1h', expected an integer from 1 to ");
 }
 
@@ -1622,4 +1762,45 @@ TEST_P(fsdprun, ends_while_nodes_meet, meeting) {
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
     CHECK_EQ_INT(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), 128 + row->sig);
     CHECK(is_gone(pid, 20000));
+}
+
+/* ---- two nodes whose job does not come back --------------------------------------------------- */
+
+/* The job ends on the other node, which this process is: the rank of this one ends, too, even if it
+   is stopped and alone, so that no failure of its own ends it. */
+enum { FAILS, VANISHES, LEAVES };
+static const struct {
+    const char *name;
+    int node, end, is_stopped;
+} ends_of_others[] = {
+    {"node_0/failure/stopped", 0, FAILS, 1},  {"node_1/failure/stopped", 1, FAILS, 1},
+    {"node_0/failure/runs", 0, FAILS, 0},     {"node_1/vanishes/stopped", 1, VANISHES, 1},
+    {"node_0/vanishes/runs", 0, VANISHES, 0}, {"node_1/leaves", 1, LEAVES, 0},
+    {"node_0/leaves", 0, LEAVES, 0},
+};
+TEST_P(fsdprun, the_end_of_another_node, ends_of_others) {
+    char text[200];
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    pid_t pid = start_node_with(row->node, "1", "0", "sh", until_go());
+    read_until("start=0", 1);
+    snprintf(text, sizeof text, "rank%d.0=", row->node);
+    const pid_t rank = number_behind(text);
+    if (row->is_stopped) stop(rank);
+    fsdpi_store *store = join_as_node(!row->node);
+    if (row->end == FAILS) fsdpi_store_abort(store, FSDP_ERR_ABORTED, "", "[E541] of the test");
+    if (row->end == VANISHES) shutdown(store->fd, SHUT_RDWR);
+    if (row->end != LEAVES) CHECK_EQ_INT(finish(pid), 1);
+    fsdpi_store_close(store);
+    if (row->end == LEAVES) {
+        go();
+        CHECK_EQ_INT(finish(pid), 0);
+    }
+    snprintf(text, sizeof text, "fsdprun: [E558] on node %d: [E541] of the test\n", !row->node);
+    CHECK_EQ_INT(count(text), row->end == FAILS);
+    snprintf(text, sizeof text, "fsdprun: [E557] the fsdprun of node %d has ended", !row->node);
+    CHECK_EQ_INT(count(text), row->end == VANISHES);
+    snprintf(text, sizeof text, "fsdprun: [E565] rank %d (process %ld) is stopped: ", row->node,
+             (long)rank);
+    CHECK_EQ_INT(count(text), row->is_stopped);
 }
