@@ -1020,8 +1020,8 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     return j->first_status;
 }
 
-/* If the keeper is stopped and all its ranks have ended, no other process would end the job: reports
-   it, and kills the keeper after FSDP_TIMEOUT_MS. *since: when that was seen first, or NEVER. */
+/* If the keeper is stopped and its ranks have ended, no other process would end the job: reports
+   it, and kills the keeper after FSDP_TIMEOUT_MS. *since: the first time of that, or NEVER. */
 static void look_at_keeper(const job *j, pid_t keeper, long *since) {
     process p, *all = NULL;
     int live = !read_process(keeper, &p) || p.state != 'T';
