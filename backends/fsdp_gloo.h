@@ -91,6 +91,10 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include "fsdp_shm_world.h"
 #include "fsdp_signature.h"
 #include "fsdp_store.h"
+#include "fsdp_store_frames.h"
+#include "fsdp_store_server.h"
+#include "fsdp_store_sockets.h"
+#include "fsdp_store_token.h"
 #include "fsdp_store_world.h" // rendezvous, and the world's failure
 
 #include <errno.h> // EMFILE, ENFILE

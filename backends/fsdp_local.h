@@ -24,6 +24,7 @@
 #include "fsdp_shm_world.h" // the memory, and collectives in it
 #include "fsdp_signature.h"
 #include "fsdp_store.h"
+#include "fsdp_store_frames.h"
 #include "fsdp_store_world.h" // rendezvous, and the world's failure
 
 #include <stdio.h>

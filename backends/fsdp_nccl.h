@@ -87,6 +87,8 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #ifndef FSDP_MATH_ONLY
 #include "../src/base/text.h"
 #include "fsdp_cuda.h" // the device
+#include "fsdp_store_core.h"
+#include "fsdp_store_frames.h"
 #endif
 
 /* ============================================================================================ */

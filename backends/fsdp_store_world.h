@@ -17,6 +17,9 @@
 #include "fsdp_comm.h" // the comm base
 #include "fsdp_signature.h"
 #include "fsdp_store.h" // where ranks meet
+#include "fsdp_store_core.h"
+#include "fsdp_store_frames.h"
+#include "fsdp_store_server.h"
 
 #include <stdio.h>
 #include <string.h>
