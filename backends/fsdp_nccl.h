@@ -85,10 +85,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #endif // FSDP_NCCL_H
 
 #ifndef FSDP_MATH_ONLY
-#include "../src/base/text.h"
 #include "fsdp_cuda.h" // the device
-#include "fsdp_store_core.h"
-#include "fsdp_store_frames.h"
 #endif
 
 /* ============================================================================================ */
@@ -96,14 +93,17 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NCCL_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_NCCL_IMPLEMENTED
 
+#include "../src/base/macros.h"
+#include "../src/base/os.h"
+#include "../src/base/text.h"
+#include "../src/core/alloc.h"
 #include "fsdp_comm.h" // the base of all backends
 #include "fsdp_memory.h"
 #include "fsdp_signature.h"
 #include "fsdp_store.h"
+#include "fsdp_store_core.h"
+#include "fsdp_store_frames.h"
 #include "fsdp_store_world.h" // rendezvous, and the world's failure
-#include "../src/core/alloc.h"
-#include "../src/base/macros.h"
-#include "../src/base/os.h"
 
 #include <nccl.h>
 #include <pthread.h>
