@@ -1017,8 +1017,8 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     return j->first_status;
 }
 
-/* If the keeper is stopped and all that it looks after has ended, nobody else would end the job: says
-   so, and kills it after a while. *since: when that was seen first, NEVER: it is not so. */
+/* If the keeper is stopped and all that it looks after has ended, nobody else would end the job:
+   says so, and kills it after a while. *since: when that was first seen, NEVER: it is not so. */
 static void look_at_keeper(const job *j, pid_t keeper, long *since) {
     process p, *all = NULL;
     int live = !read_process(keeper, &p) || p.state != 'T';
