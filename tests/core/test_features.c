@@ -1396,6 +1396,19 @@ static void mixed_backward(job *j) {
     CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
+/* The square of the norm of all gradients: of the middle unit, those of both pairs. */
+static double mixed_squares(const job *j) {
+    double sum = 0;
+    for (int p = 0; p < ALL; p++)
+        for (int64_t k = 0; k < lab_numel_of(&net, p); k++)
+            for (int pair = 0; pair < (p / PARAMS == 1 ? 2 : 1); pair++) {
+                const float two = gradient(p, k, pair, j->step) + gradient(p, k, pair + 2, j->step);
+                const double g = p / PARAMS == 1 ? (double)(two * 0.5f) : (double)j->t.grad[p][k];
+                sum += g * g;
+            }
+    return sum;
+}
+
 static void mixed_body(job *j) {
     const fsdp_mesh *grid = lab_mesh2(j->w, 2, 2, "dp", "ep"), *pairs = lab_slice(j->w, grid, 0);
     make_empty_model(j);
@@ -1417,6 +1430,10 @@ static void mixed_body(job *j) {
             CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
             if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
         }
+        double norm;
+        const double squares = mixed_squares(j);
+        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
+        W_CHECK(fabs(norm * norm - squares) <= 1e-9 * squares, "norm %.17g, squares %.17g", norm, squares);
         update(j);
     }
 }
