@@ -16,7 +16,16 @@ static int cases(int most) { return W_SLOW ? most / 20 : most; }
 
 /* ---- spans ------------------------------------------------------------------------------------ */
 
-typedef struct spans { /* facts without a model */
+/* Returns a model without units, whose allocator serves the tables. */
+static fsdp_model *no_units(void) {
+    static sim s;
+    static fsdp_model *model;
+    if (model) return model;
+    sim_init(&s, 1, 0);
+    return model = lab_model(sim_open(&s), NULL);
+}
+
+typedef struct spans { /* facts without calls */
     fsdp_plan plan;
     fsdpi_plan_variant kind;
     fsdpi_plan_facts f;
@@ -31,7 +40,7 @@ static void spans_begin(spans *s, int units) {
     memset(s, 0, sizeof *s);
     s->f.kind = &s->kind;
     s->f.num_units = units;
-    s->plan.num_units = units;
+    s->plan.model = no_units(), s->plan.num_units = units;
     s->plan.desc.bucket_bytes = s->plan.desc.first_bucket_bytes = 1;
     s->f.managed = s->managed, s->f.spans = s->of_units, s->f.base = s->base;
     s->f.bytes = s->bytes, s->f.item_bytes = s->item_bytes, s->f.gathers = s->gathers;
@@ -50,7 +59,7 @@ static void spans_items(spans *s, int joined) {
     s->f.num_item_spans = 0;
     CHECK_OK(fsdpi_plan_item_spans(&s->plan, &s->f));
 }
-static void spans_end(spans *s) { free(s->f.item_spans); }
+static void spans_end(spans *s) { fsdpi_plan_free(s->plan.model, s->f.item_spans); }
 
 /* Units that are used one after the other, and sometimes one around some others. */
 static void spans_random(spans *s, uint64_t *seed, int units, int demands, int nests) {
@@ -344,7 +353,7 @@ static int issue(spans *s, int ahead, int *span, int *issued, int *late) {
         late[num++] = c.acts[at - 1].late;
         if (i + 1 == s->f.num_item_spans) CHECK_EQ_INT(at, c.num_acts);
     }
-    free(c.acts);
+    fsdpi_plan_free(s->plan.model, c.acts);
     return num;
 }
 
@@ -561,7 +570,7 @@ static void places(int programs) {
         const int glues = lab_pick(&seed, 3) == 0;
         static fsdp_unit *no_unit[1];
         memset(&p, 0, sizeof p);
-        p.units = no_unit, p.num_units = 1;
+        p.model = no_units(), p.units = no_unit, p.num_units = 1;
         memset(&l, 0, sizeof l);
         random_uses(&t, &seed, glues);
         CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES, 0));
@@ -592,7 +601,7 @@ static void places(int programs) {
         free(t.uses);
         free(t.ops);
         free(t.pairs);
-        free(l.slots);
+        fsdpi_plan_free(p.model, l.slots);
     }
     h_message("%d tapes: less than pools in %d, the bound in %d", programs, (int)saved, (int)exact);
     CHECK(saved > programs / 4);
@@ -611,6 +620,7 @@ TEST(plan_pass, places_that_are_worth_it) {
         fsdpi_plan_listing l;
         fsdpi_plan_use uses[3];
         memset(&p, 0, sizeof p);
+        p.model = no_units();
         memset(&t, 0, sizeof t);
         memset(&l, 0, sizeof l);
         memset(uses, 0, sizeof uses);
@@ -623,7 +633,7 @@ TEST(plan_pass, places_that_are_worth_it) {
         CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES, 0));
         CHECK_EQ_INT(l.bytes, 64 * rows[i].taken);
         check_places(&t, &l, (int)i);
-        free(l.slots);
+        fsdpi_plan_free(p.model, l.slots);
     }
 }
 
