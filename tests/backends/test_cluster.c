@@ -350,7 +350,7 @@ TEST(long_cluster, slurm_requeue, SECONDS(180) | NIGHT) {
 }
 
 /* Errors of ranks of MPICH when nothing names their job, and then when nothing names their host. */
-TEST(long_cluster, slurm_lab_mpich_says_what_to_set, SECONDS(180) | NIGHT) {
+TEST(long_cluster, slurm_lab_mpich_names_the_variable, SECONDS(180) | NIGHT) {
     process *p = in_lab(MPICH "$HELLO && exit 1; " MPICH
                               "-genv FSDP_JOB_ID mine $HELLO && exit 1; :");
     says(p,

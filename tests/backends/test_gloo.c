@@ -783,7 +783,7 @@ static void many_pieces(member *m) {
     exactly(m, &s);
 }
 static const ranks mixed_ranks[] = {{"mixed/2+1", 0, 3, 2}};
-TEST_P(gloo, many_pieces_beside_near_ranks, mixed_ranks) {
+TEST_P(gloo, many_pieces_with_local_ranks, mixed_ranks) {
     run_ranks(row, many_pieces, NULL, (size_t)row->world * (5 << 20));
 }
 
@@ -1157,9 +1157,9 @@ static void gets_past_strangers(int have_heard) {
     free_gates(s);
 }
 
-TEST(gloo, a_member_gets_past_strangers) { gets_past_strangers(0); }
+TEST(gloo, a_member_gets_past_untrusted_peers) { gets_past_strangers(0); }
 TEST(gloo, a_member_gets_past_who_has_heard_the_ticket) { gets_past_strangers(1); }
-TEST(long_gloo, a_member_gets_past_strangers_300_times, SECONDS(600) | AT_NIGHT(GLOO)) {
+TEST(long_gloo, a_member_gets_past_untrusted_peers_300_times, SECONDS(600) | AT_NIGHT(GLOO)) {
     for (int i = 0; i < 300; i++) gets_past_strangers(0);
 }
 

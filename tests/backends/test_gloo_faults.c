@@ -790,8 +790,8 @@ static void floods(int jobs) {
               (double)(now_ns() - begin) * 1e-9, *touched);
     CHECK(*touched > jobs);
 }
-TEST(gloo_faults, strangers_at_data_ports, SECONDS(120)) { floods(W_SLOW ? 4 : 12); }
-TEST(long_gloo_faults, strangers_at_data_ports, SECONDS(1200) | AT_NIGHT(GLOO)) { floods(300); }
+TEST(gloo_faults, untrusted_peers_at_data_ports, SECONDS(120)) { floods(W_SLOW ? 4 : 12); }
+TEST(long_gloo_faults, untrusted_peers_at_data_ports, SECONDS(1200) | AT_NIGHT(GLOO)) { floods(300); }
 
 /* An attacker on the network's path writes into the connections of a running job: Gloo throws in
    its own thread, and no process is ended by that. */

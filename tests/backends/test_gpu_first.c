@@ -172,7 +172,7 @@ static void *call_it(void *arg) {
 }
 
 /* Reports which of these calls wait for a kernel on another stream that waits for a peer. */
-TEST_P(cuda, beside_a_busy_stream, calls) {
+TEST_P(cuda, next_to_a_busy_stream, calls) {
     size_t which = (size_t)(row - calls);
     cudaStream_t busy = stream_of(cudaStreamNonBlocking);
     pthread_t thread;

@@ -242,7 +242,7 @@ static void comes_late(int rank, int world, void *arg) {
     says(c.error, "rank 2");
     within(start, 1500);
 }
-TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 1000), comes_late); }
+TEST(store_open, latecomer_gets_the_failure) { run(make_setup(AT_IPV4, 3, 0, 1000), comes_late); }
 
 /* The file already contains the address of an earlier job, or no address. */
 static const struct {
@@ -482,7 +482,7 @@ TEST(store_keys, value_larger_than_the_buffer) {
 }
 
 /* A value that was set twice and deleted is gone, and so is the first value. */
-TEST(store_keys, set_anew_and_deleted) {
+TEST(store_keys, set_again_and_deleted) {
     setup *s = make_setup(AT_HOST, 1, 0, 5000);
     client c;
     char text[16];
@@ -661,7 +661,7 @@ static void stranger(int process, int world, void *arg) {
     CHECK(!fsdpi_store_verdict(c.store, NULL));
     leave(&c, s, 3);
 }
-TEST_P(store_refused, other_world_size_of_a_stranger, wheres) {
+TEST_P(store_refused, other_world_size_of_another_job, wheres) {
     run(make_setup(row->at, 4, row->threads, 5000), stranger);
 }
 
@@ -877,7 +877,7 @@ static void late_at_launcher(int rank, int world, void *arg) {
     exchange(&c, world, "a");
     fsdpi_store_close(c.store);
 }
-TEST(store_launcher, latecomer_is_told, SLOW) {
+TEST(store_launcher, latecomer_gets_the_failure, SLOW) {
     setup *s = make_setup(AT_IPV4, 3, 0, 3000);
     pid_t pid = aside(serves_aside, s);
     run(s, late_at_launcher);
@@ -1214,7 +1214,7 @@ static void aborts(int rank, int world, void *arg) {
     all_calls_fail(&c, FSDP_ERR_ABORTED);
     fsdpi_store_close(c.store);
 }
-TEST_P(store_abort, told_to_all, abortions) {
+TEST_P(store_abort, reaches_all, abortions) {
     for (int round = 0; round < (row->aborts > 1 ? 2 : 1); round++) {
         setup *s = make_setup(row->at, row->world, row->threads, 20000);
         s->extra = row;
@@ -1559,7 +1559,7 @@ TEST_P(store_strangers, job_goes_on, attacks, SLOW) { job_goes_on(row); }
 TEST_P(long_store, job_goes_on, more_attacks, NIGHT) { job_goes_on(row); }
 
 /* A connection that sends nothing is closed after 5 s. */
-TEST(long_store, silent_strangers_go, SECONDS(60) | NIGHT) {
+TEST(long_store, silent_peers_are_closed, SECONDS(60) | NIGHT) {
     setup *s = make_setup(AT_IPV4, 1, 0, 20000);
     client c;
     int fd[30], fds;

@@ -298,7 +298,7 @@ TEST(trust, old_ranks_are_counted) { run(make_setup(AT_IPV4, 2, 0, 700), waits_f
 
 /* Only a rank with a proof, not an untrusted peer, can show at which address others reach the host.
    */
-TEST(trust, strangers_choose_no_address) {
+TEST(trust, untrusted_peers_choose_no_address) {
     setup *s = make_setup(AT_HOST, 2, 0, 1000);
     fsdpi_store_core core;
     unsigned char nonce[NONCE] = {1}, out[HEADER + PROVE_BYTES], token[32] = {2};
@@ -320,7 +320,7 @@ TEST(trust, strangers_choose_no_address) {
 }
 
 /* If there are too many connections, untrusted peers are closed first: a proven one stays. */
-TEST(trust, strangers_are_evicted_first) {
+TEST(trust, untrusted_peers_are_evicted_first) {
     setup *s = make_setup(AT_HOST, 2, 0, 1000);
     fsdpi_store_core core;
     unsigned char nonce[NONCE] = {1}, out[HEADER + PROVE_BYTES], token[32] = {2};

@@ -632,7 +632,7 @@ static void copies_body(lab_rank *r) {
     ck_check(&m, 1, 1);
     ck_end(&m);
 }
-TEST_P(checkpoint, copies_beside_the_mesh, copies) {
+TEST_P(checkpoint, copies_outside_the_mesh, copies) {
     lab_run(row->copies * row->replicas * row->shards, NULL, copies_body, (void *)(uintptr_t)row);
 }
 
@@ -2378,7 +2378,7 @@ static void tells_dropped(lab_rank *r) {
         ck_end(&m);
     }
 }
-TEST(checkpoint, tells_dropped_states) { lab_run(2, NULL, tells_dropped, NULL); }
+TEST(checkpoint, reports_dropped_states) { lab_run(2, NULL, tells_dropped, NULL); }
 
 /* A name that is another one plus a dot: states of 'w.0' are not those of 'w'. */
 static const ck_param alike_rows[] = {{0, "w", FSDP_F32, 1, {5}, 0, 1, 0},
@@ -2401,7 +2401,7 @@ static void alike_body(lab_rank *r) {
     check_state(&m, 1, 1);
     ck_end(&m);
 }
-TEST(checkpoint, names_that_begin_alike) { lab_run(2, NULL, alike_body, NULL); }
+TEST(checkpoint, names_with_a_common_prefix) { lab_run(2, NULL, alike_body, NULL); }
 
 /* Frozen parameters are left out on request; a model that was cast is saved in its current dtypes.
    */

@@ -677,7 +677,7 @@ TEST(fsdpck, directories_of_several) {
          "run/checkpoint-9000");
 }
 
-TEST(fsdpck, tells_what_cannot_be_told) {
+TEST(fsdpck, reports_what_is_unknown) {
     char path[600], name[80];
     static const char *const whole[] = {"example/step-00000017", "checkpoints/transformers_gpt2",
                                         "checkpoints/torch_consolidated"};
@@ -970,7 +970,7 @@ TEST(fsdpck, export_of_a_unit_optim) {
 }
 
 /* Resharding a checkpoint of this library: all tensors, the step, the ranks whose blobs it has. */
-TEST(fsdpck, cut_anew) {
+TEST(fsdpck, reshards) {
     static const struct {
         const char *name;
         int ranks, files;
@@ -1065,7 +1065,7 @@ TEST(fsdpck, export_refuses) {
 }
 
 /* Paths with one component, paths of the root's children, relative paths. */
-TEST(fsdpck, export_beside_the_working_directory) {
+TEST(fsdpck, export_outside_of_the_working_directory) {
     char from[1300], cwd[600];
     CHECK(getcwd(cwd, sizeof cwd) != NULL);
     char golden_at[600];

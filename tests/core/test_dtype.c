@@ -708,7 +708,7 @@ TEST(dtype, results_around_the_caches) {
 
 /* MAX and MIN: a NaN of rank 0 stays, NaNs of other ranks are ignored, and of zeros the first
    one stays; also in a program built without support for NaN and signed zeros. */
-TEST(dtype, largest_and_least_beside_nan) {
+TEST(dtype, extremes_next_to_nan) {
     static const fsdp_dtype dtypes[] = {FSDP_F64, FSDP_F32, FSDP_F16, FSDP_BF16};
     static const double nan = (double)NAN, rows[][5] = {/* sources; MAX, MIN; NaN: 0 is not */
         {1, nan, 2, 2, 1}, {nan, 1, 2, nan, nan}, {1, 2, nan, 2, 1}, {-0.0, 0, -0.0, -0.0, -0.0},

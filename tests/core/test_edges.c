@@ -249,7 +249,7 @@ static void host_data(lab_rank *r) {
     CALL(NULL, fsdp_shutdown(x.w));
     free(data);
 }
-TEST(edges, host_data_beside_gathers) {
+TEST(edges, host_data_during_gathers) {
     static fsdp_threads threads;
     lab_how how = FSDP_ZERO;
     how.bare = how.shared = 1;
@@ -274,7 +274,7 @@ static void refused_setter(lab_rank *r) {
     lab_backward(x.w, x.u);
     CALL(x.w, fsdp_finalize_backward(x.m));
 }
-TEST(edges, refused_setter_is_told_again) { lab_run(2, NULL, refused_setter, NULL); }
+TEST(edges, refused_setter_fails_again) { lab_run(2, NULL, refused_setter, NULL); }
 
 static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                          const fsdp_coll *coll) {

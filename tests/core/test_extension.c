@@ -822,7 +822,7 @@ static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
 }
 
 /* A dry run shows the ops of the following step, runs none, and restores the model's state. */
-TEST_P(extension, rehearsal, settings, RANKS(row->world)) {
+TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     bed b;
     static tape dry, real;
     bed_open(&b, row);
@@ -919,7 +919,7 @@ TEST_P(extension, replay, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-TEST(extension, describe_tells_routes) {
+TEST(extension, describe_prints_gradient_paths) {
     static char text[16384];
     bed b;
     bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
@@ -1007,7 +1007,7 @@ static fsdp_status rehearse_prefetch(void *user) {
     CHECK(b->model->ahead_bytes > 0);
     return status; /* units stay open */
 }
-TEST(extension, rehearsal_prefetches) {
+TEST(extension, dry_run_prefetches) {
     static tape t;
     bed b;
     bed_open(&b, &settings[5]);
@@ -1053,7 +1053,7 @@ static fsdp_status rehearse_uses(void *user) {
     CHECK_OK(fsdp_zero_grad(t->model));
     return FSDP_OK;
 }
-TEST_P(extension, rehearsal_between_microbatches, settings, RANKS(row->world)) {
+TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
     static tape t;
     bed b;
     bed_open(&b, row);
@@ -1227,7 +1227,7 @@ static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t 
     fsdpi_unlock(&w->lock);
 }
 
-TEST_P(extension, tells_when_records_ran, settings, RANKS(row->world)) {
+TEST_P(extension, reports_when_ops_ran, settings, RANKS(row->world)) {
     bed b;
     watch w;
     memset(&w, 0, sizeof w);
@@ -1289,7 +1289,7 @@ static void seen_end(void *user, fsdp_model *model, fsdp_unit *unit, int call) {
     (void)model, (void)unit;
     note_call((calls_seen *)user, call, 1);
 }
-TEST(extension, tells_when_calls_end) {
+TEST(extension, reports_when_calls_end) {
     calls_seen seen[3];
     memset(seen, 0, sizeof seen);
     seen[1].answers = 1;
@@ -1351,7 +1351,7 @@ static fsdp_status until_asked(const fsdp_op *op, void *stream) {
     __atomic_add_fetch(&clock_time, WORK, __ATOMIC_SEQ_CST);
     return FSDP_OK;
 }
-TEST(extension, tells_how_long_a_stream_waited) {
+TEST(extension, reports_how_long_a_stream_waited) {
     enum { BLOCK = 1 << 20 };
     for (int lanes = 0; lanes < 2; lanes++) {
         bed b;
@@ -1547,7 +1547,7 @@ static fsdp_status follower_values(void *user, fsdp_model *m, int event, int ord
 static void follower_relayout(void *user, fsdp_model *m) {
     guest_relayout(&((follower *)user)->of, m);
 }
-TEST(extension, moved_is_told_again) {
+TEST(extension, moved_is_notified_again) {
     for (int fails = 0; fails < 3; fails++) {
         follower f;
         bed b;
@@ -2117,7 +2117,7 @@ static fsdp_status rehearse_options(void *user) {
     CHECK_STATUS(fsdp_detach(m, &e), FSDP_ERR_INVALID_STATE);
     return FSDP_OK;
 }
-TEST_P(extension, rehearsal_of_options, settings, RANKS(row->world)) {
+TEST_P(extension, dry_run_of_options, settings, RANKS(row->world)) {
     static tape t;
     bed b;
     bed_open(&b, row);
@@ -2153,7 +2153,7 @@ static fsdp_status rehearse_until_refused(void *user) {
     }
     return status;
 }
-TEST(extension, rehearsal_without_a_slot) {
+TEST(extension, dry_run_without_a_slot) {
     static tape t;
     bed b;
     bed_open(&b, &settings[1]); /* one rank, which gathers in another dtype */
@@ -2195,7 +2195,7 @@ TEST(extension, rehearsal_without_a_slot) {
 }
 
 /* No op runs and no pool provides a slot, also without an op callback. */
-TEST_P(extension, rehearsal_without_op, settings, RANKS(row->world)) {
+TEST_P(extension, dry_run_without_op, settings, RANKS(row->world)) {
     static tape t;
     bed b;
     bed_open(&b, row);
@@ -2231,7 +2231,7 @@ static int tape_counts_calls(void *user, fsdp_model *m, fsdp_unit *u, int call,
     ((tape *)user)->num_calls += 1000;
     return 0;
 }
-TEST_P(extension, rehearsal_asks_one, settings, RANKS(row->world)) {
+TEST_P(extension, dry_run_calls_one_extension, settings, RANKS(row->world)) {
     static tape t;
     char diary[1024] = "";
     guest g, h;
@@ -2271,7 +2271,7 @@ TEST_P(extension, rehearsal_asks_one, settings, RANKS(row->world)) {
 
 /* A dry run does not lose the reports of ops that were under way: the attached extension gets
    them. */
-TEST(extension, rehearsal_behind_records) {
+TEST(extension, dry_run_after_ops) {
     static tape t;
     bed b;
     watch w;
@@ -2323,7 +2323,7 @@ static fsdp_status rehearse_within(void *user) { /* the outer dry run continues 
     CHECK_EQ_INT(r->b->s.colls[FSDP_OP_ALL_GATHER], colls);
     return FSDP_OK;
 }
-TEST(extension, rehearsal_status) {
+TEST(extension, dry_run_status) {
     static tape t;
     bed b;
     bed_open(&b, &settings[5]);
@@ -2361,7 +2361,7 @@ static fsdp_status rehearse_reshard(void *user) {
     fsdp_status status = fsdp_reshard((fsdp_unit *)user);
     return status ? status : fsdp_unshard((fsdp_unit *)user);
 }
-TEST(extension, rehearsal_of_others_slots) {
+TEST(extension, dry_run_of_supplied_slots) {
     static tape t;
     bed b;
     landlord l;
@@ -2754,7 +2754,7 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
 }
 
 /* An op says whether a user's function runs it. */
-TEST_P(extension, custom_is_told, settings, RANKS(row->world)) {
+TEST_P(extension, custom_op_is_notified, settings, RANKS(row->world)) {
     static tape t;
     static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
     bed b;

@@ -368,7 +368,7 @@ static void keep_told(int level, fsdp_status code, int rank, const char *text, v
     (void)code, (void)rank, (void)user;
     if (level == FSDP_LOG_WARN) snprintf(told, sizeof told, "%s", text);
 }
-TEST_P(launch, tells_of_ranks_that_are_alone, alones) {
+TEST_P(launch, warns_of_single_ranks, alones) {
     fsdp_world_desc d = FSDP_ZERO;
     fsdp_world *w;
     environment(row->variables, 0);

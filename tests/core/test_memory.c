@@ -643,7 +643,7 @@ TEST_P(memory, steady_state_of_processes, worlds, RANKS(row->world)) {
     steady_all(row->world, 0, 6);
 }
 
-TEST(memory, malloc_is_watched) {
+TEST(memory, malloc_is_counted) {
     if (!INTERPOSED) SKIP("a sanitizer has its own malloc, or the libc is not glibc");
     __atomic_store_n(&watched, 1,
                      __ATOMIC_SEQ_CST); /* compilers know that malloc reads no variable */

@@ -1090,7 +1090,7 @@ static fsdp_status write_hook(void *user, const fsdp_param_view *view, void *str
     sim_called((sim *)user, stream, "hook", view->shard, view->numel * 4, 1);
     return FSDP_OK;
 }
-TEST(streams, hook_behind_a_gather) {
+TEST(streams, hook_after_a_gather) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     rig r;
     rig_open(&r, &c);

@@ -329,7 +329,7 @@ static void left_alone(lab_rank *r) {
         CHECK_EQ_INT(calls, own ? UNITS : 0);
     }
 }
-TEST(compress, left_alone) { lab_run(2, NULL, left_alone, NULL); }
+TEST(compress, unchanged_reductions) { lab_run(2, NULL, left_alone, NULL); }
 
 static fsdp_status try_backward(lab_built *m) {
     fsdp_status status = FSDP_OK;

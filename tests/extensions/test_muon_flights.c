@@ -193,7 +193,7 @@ TEST_P(muon_flights, records, places, NO(TSAN)) {
 
 /* Six buckets with a matrix for each of two owners. A product takes longer than two exchanges, so
    that products hide all exchanges but the first and the last. The clock is simulated. */
-TEST(muon_flights, travel_beside_products, NO(TSAN)) {
+TEST(muon_flights, travel_during_products, NO(TSAN)) {
     enum { MATRICES = 12, TRAVEL_NS = 1000000, PRODUCT_NS = 200000 };
     device *d = (device *)lab_zeros(1, sizeof *d);
     fsdp_param_desc p[MATRICES];

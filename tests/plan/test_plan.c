@@ -1123,7 +1123,7 @@ static void forward_alone(plan_bed *b, const fsdp_plan_desc *d, plan_result *out
     if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
     if (d) CHECK_EQ_INT(report_of(b).gathers[1], 3); /* 0 and 1 are joined */
 }
-TEST(plan_kinds, forward_alone) {
+TEST(plan_kinds, forward_only) {
     plan_net n = plan_chain(4, 8, 8);
     n.reshard[2] = n.reshard[3] = FSDP_RESHARD_NEVER;
     run_kinds(n, NULL, forward_alone);

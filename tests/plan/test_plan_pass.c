@@ -254,7 +254,7 @@ TEST(plan_pass, keep_in_a_chain) {
 }
 
 /* The call that is told if memory is short: the first one of those that hold most. */
-TEST(plan_pass, keep_tells_the_worst_call) {
+TEST(plan_pass, keep_reports_the_worst_call) {
     int worst = -1;
     spans s;
     spans_begin(&s, 3);

@@ -108,7 +108,7 @@ static blob name_5000(void) {
     return b;
 }
 
-TEST(safetensors, golden_verdicts, VALGRIND) {
+TEST(safetensors, golden_results, VALGRIND) {
     golden g;
     int cases = 0, accepted = 0, stricter = 0, tensors = 0;
     GOLDEN_OPEN(&g, "safetensors.txt", "safetensors");

@@ -243,7 +243,7 @@ TEST(find_nccl, patch_level) {
     check_has("# NCCL 2.28.3");
 }
 
-TEST(find_nccl, all_places_are_told) {
+TEST(find_nccl, prints_all_places) {
     make("nccl wheel 21703 21703 libnccl.so.2\n"
          "nccl cuda 21500 21500 libnccl.so; mv cuda/lib/libnccl.so cuda/lib64\n"
          "command python3 'case $2 in *nvidia.nccl*) echo \"$T/wheel\" ;; *) exit 1 ;; esac'");

@@ -363,10 +363,10 @@ static const struct {
 } jobs[] = {{"1", 1, 1, 1},         {"2", 2, 1, 1},         {"3", 3, 1, 1},
             {"4", 4, 1, 1},         {"2x2", 4, 1, 2},       {"3x1", 3, 1, 3},
             {"1x2, tp 2", 4, 2, 1}, {"1x1, tp 2", 2, 2, 1}, {"2x1, tp 2", 4, 2, 2}};
-TEST_P(fsdpfit, says_what_a_job_allocates, jobs) {
+TEST_P(fsdpfit, predicts_allocations, jobs) {
     predict_all(row->ranks, 12, row->tp, row->replicas, 0);
 }
-TEST(fsdpfit, says_what_muon_takes) {
+TEST(fsdpfit, predicts_memory_of_muon) {
     for (int ranks = 1; ranks <= 4; ranks++) predict_all(ranks, 6, 1, 1, 1);
     predict_all(4, 6, 1, 2, 1);
     predict_all(3, 6, 1, 3, 1);
@@ -377,7 +377,7 @@ static const struct {
     const char *name;
     int ranks, replicas;
 } streams[] = {{"1", 1, 1}, {"2", 2, 1}, {"3", 3, 1}, {"4", 4, 1}, {"2x2", 4, 2}, {"3x1", 3, 3}};
-TEST_P(fsdpfit, says_what_a_job_on_streams_allocates, streams) {
+TEST_P(fsdpfit, predicts_allocations_on_streams, streams) {
     uint64_t state = h_seed() + 5;
     for (int i = 0; i < 12; i++) {
         net n = random_net(&state);
@@ -620,7 +620,7 @@ static const struct {
     {"bitsandbytes 4", "layers.%d.up.weight", "layers.%d.up.weight.absmax", FSDP_U8, 4096},
     {"bitsandbytes 8", "layers.%d.up.weight", "layers.%d.up.SCB", FSDP_I8, 4096},
     {"compressed", "layers.%d.up.weight_packed", "layers.%d.up.weight_scale", FSDP_I32, 1024}};
-TEST_P(fsdpfit, packed_weights_have_no_verdict, packed) {
+TEST_P(fsdpfit, packed_weights_get_no_answer, packed) {
     two_layers();
     const int64_t need = need_of("model.safetensors");
     two_layers();
@@ -756,7 +756,7 @@ TEST(fsdpfit, names_without_layers_have_a_hint) {
 
 /* ---- results, and options that make it fit --------------------------------------------------- */
 
-TEST(fsdpfit, verdict_at_the_last_byte) {
+TEST(fsdpfit, answer_at_the_last_byte) {
     llama_8b();
     const char *path = path_of("8b.safetensors");
     CHECK_EQ_INT(fit("%s --ranks 8", path), 0);

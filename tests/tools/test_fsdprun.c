@@ -590,7 +590,7 @@ TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
 }
 
 /* Processes that its shell had started before are not the job's. */
-TEST(fsdprun, a_stranger_is_left_alone) {
+TEST(fsdprun, other_processes_stay) {
     static const char *const words[] = {"sh", "-c",
                                         "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
                                         "echo stranger=$!,; exec \"$@\"",
@@ -927,7 +927,7 @@ static int make_group(void) {
     }
     return 0;
 }
-TEST(fsdprun, a_rank_without_memory_is_told) {
+TEST(fsdprun, a_rank_without_memory_is_reported) {
     char script[600];
     if (!make_group()) SKIP("no group of memory can be made here");
     snprintf(script, sizeof script,
@@ -1357,7 +1357,7 @@ TEST_P(fsdprun, a_stopped_keeper_is_named, stopped_keepers) {
     CHECK_EQ_INT(count(text), !row->is_continued);
 }
 
-TEST(fsdprun, the_launchers_death_is_told) {
+TEST(fsdprun, the_launchers_death_is_reported) {
     served s;
     fsdpi_failure verdict;
     start_node_0(&s, h_free_port());
