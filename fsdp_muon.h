@@ -91,7 +91,7 @@ typedef struct fsdp_muon_desc {
     int32_t flatten;      // 1: takes parameters of more than two dims, as rows x the rest
     int32_t replicas;     // default FSDP_MUON_BY_BYTES
     fsdp_dtype dtype;     // dtype of u and x: FSDP_F32 (default) or FSDP_BF16
-    int64_t flight_bytes; // default 64 MiB; >= 1: of whole matrices of an owner, but at least one
+    int64_t bucket_bytes; // default 64 MiB; >= 1: of whole matrices of an owner, but at least one
     int32_t num_groups;   // 0: no groups; at most FSDP_OPTIM_GROUPS
     int32_t reserved;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];

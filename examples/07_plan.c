@@ -126,7 +126,7 @@ int main(int argc, char **argv) {
         runs[i].text = i == 1 && argc > 1 ? argv[1] : NULL;
         if (fsdp_spawn(&desc, train, &runs[i])) return 1;
     }
-    printf("by calls: %llu gathers a step, slots of %lld bytes\n", runs[0].gathers, runs[0].slots);
+    printf("eager: %llu gathers a step, slots of %lld bytes\n", runs[0].gathers, runs[0].slots);
     printf("planned: %llu, with the same memory\n", runs[1].gathers);
     printf("planned: %llu, with two slots more\n", runs[2].gathers);
     int good = runs[0].loss[STEPS - 1] < 0.5f * runs[0].loss[0];

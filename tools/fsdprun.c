@@ -217,7 +217,7 @@ static int read_options(job *j, int argc, char **argv, int *help) {
             : !node   ? "--node-rank K (from 0; which node this is)"
                       : "--master HOST (node 0, as the others reach it)");
     if (!bad && i >= argc) {
-        bad = complain("[E535] no program was given: name it behind the options");
+        bad = complain("[E535] no program was given: name it after the options");
         usage(stderr);
     }
     if (!j->ranks) j->ranks = cores();

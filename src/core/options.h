@@ -156,7 +156,7 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         return fsdpi_invalid_arg(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
     if (count && m->dry_run)
         return fsdpi_invalid_arg(
-            m->world, "[E173] %s: a rehearsal can only take lists away: count is %d", what, count);
+            m->world, "[E173] %s: a dry run can only remove lists: count is %d", what, count);
     int32_t **at = &u->options.prefetch[backward];
     int32_t *num = &u->options.num_prefetch[backward];
     int32_t *list = count ? (int32_t *)fsdpi_model_alloc(m, (size_t)count * sizeof *list) : NULL;

@@ -264,7 +264,7 @@ static fsdp_status fsdpi_worker_start(fsdp_world *w, int stream) {
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
         return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
-                         "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
+                         "[E302] the system cannot start a worker thread: %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     while (!FSDPI_LOAD(&lane->is_here)) fsdpi_futex_wait(&lane->is_here, 0, 50000, 0);
@@ -343,7 +343,7 @@ static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, cons
     event->stream = stream;
     if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->clock[stream];
     else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a rehearsal ptr may be NULL
+    if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a dry run ptr may be NULL
         o->due_buf = o->due++ ? NULL : due;
 }
 

@@ -285,7 +285,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_refuse_in_dry_run(fsdp_model *m, const c
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !m->dry_run) return status;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
+                     "[E214] %s: a dry run cannot undo it: call it before or afterwards", what);
 }
 
 // Shows extensions a marker op that precedes the ops of a public call.

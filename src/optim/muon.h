@@ -344,7 +344,7 @@ FSDP_API fsdp_muon_desc fsdp_muon_defaults(void) {
     d.weight_decay = 0.1, d.momentum = 0.95, d.eps = 1e-7;
     d.a = 3.4445, d.b = -4.7750, d.c = 2.0315;
     d.ns_steps = 5, d.nesterov = 1, d.dtype = FSDP_F32;
-    d.flight_bytes = 64 << 20;
+    d.bucket_bytes = 64 << 20;
     d.magic = FSDPI_OPTIM_MAGIC;
     fsdpi_optim_no_groups(d.groups);
     return d;
@@ -366,7 +366,7 @@ static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const 
         {"desc.ns_steps", (double)d->ns_steps, 1, 100},
         {"desc.adjust", (double)d->adjust, FSDP_MUON_ORIGINAL, FSDP_MUON_SPECTRAL + 1},
         {"desc.replicas", (double)d->replicas, FSDP_MUON_BY_BYTES, FSDP_MUON_A_PART_EACH + 1},
-        {"desc.flight_bytes", (double)d->flight_bytes, 1, FSDPI_OPTIM_FINITE}};
+        {"desc.bucket_bytes", (double)d->bucket_bytes, 1, FSDPI_OPTIM_FINITE}};
     fsdp_world *w = fsdp_model_world(model);
     const char *why = NULL;
     int memory = FSDP_MEMORY_HOST;

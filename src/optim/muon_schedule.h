@@ -158,7 +158,7 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
 // Cuts matrices first .. end-1, whose groups of ranks are those of `like`, into buckets.
 static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
                            const fsdpi_muon_bucket *like) {
-    const int64_t limit = o->desc.flight_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
+    const int64_t limit = o->desc.bucket_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
     int64_t *whole = o->loads, *parts = o->loads + owners;
     fsdpi_muon_bucket *f = NULL;
     for (int i = first; i < end; i++) {

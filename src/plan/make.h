@@ -40,7 +40,7 @@ static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
 // Calls fsdpi_plan_refuse, and logs `text` as an error.
 static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
     fsdpi_plan_refuse(p, text);
-    (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
+    (void)fsdp_fail(p->world, status, "[E966] plan: steps run eagerly from now on: %s", text);
 }
 
 // Reserves memory for all slots of the variants, and `more`, so that a slot can be retired without
@@ -286,7 +286,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
                                       old.num_uses, &k->tape);
     if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
-                           "[E972] plan: the rehearsal with slots has %d records and %d uses of "
+                           "[E972] plan: the dry run with slots has %d ops and %d uses of "
                            "slots, expected %d and %d",
                            k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
     if (!status) { // uses share slots now, so that only the first dry run can tell them apart
@@ -408,7 +408,7 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
     return status ? status
                   : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
                               "[E974] plan: another rank could not make the plan: see its log; "
-                              "steps go by calls");
+                              "steps run eagerly");
 }
 
 // Also fails if `hash` is not 0 and differs between ranks.
@@ -489,7 +489,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, in
     if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
     if (!status && proof.refuted) {
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
-                           "[E975] plan: refuted, so that steps go by calls: %s", proof.text);
+                           "[E975] plan: refuted, so that steps run eagerly: %s", proof.text);
         fsdpi_plan_refuse(p, proof.text);
     }
     fsdpi_plan_facts_end(p, &f);

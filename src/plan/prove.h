@@ -625,7 +625,7 @@ static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
         l->replica_ops[1] <= l->replica_ops[0] && l->gather_bytes[1] <= l->gather_bytes[0])
         return;
     fsdpi_plan_out o = fsdpi_plan_counter(v);
-    fsdpi_plan_put(&o, "by calls: %d gathers of %llu bytes, %d reductions, %d over replicas\n",
+    fsdpi_plan_put(&o, "eager: %d gathers of %llu bytes, %d reductions, %d over replicas\n",
                    l->gathers[0], (unsigned long long)l->gather_bytes[0], l->reductions[0],
                    l->replica_ops[0]);
     fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],

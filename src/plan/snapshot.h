@@ -123,10 +123,10 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     fsdpi_attached only = {*extension, NULL}, *others = m->attached;
     const fsdpi_attached *asked = m->offered_to;
     FSDPI_TRY(fsdpi_commit(m));
-    FSDPI_TRY(fsdpi_check_units(m, FSDP_CALL_FULL, "rehearse"));
+    FSDPI_TRY(fsdpi_check_units(m, FSDP_CALL_FULL, "dry run"));
     size_t size = fsdpi_model_save(m, NULL, 0);
     char *saved = (char *)fsdpi_model_alloc(m, size);
-    if (!saved) return fsdpi_no_memory(m->world, "rehearse", "", size);
+    if (!saved) return fsdpi_no_memory(m->world, "dry run", "", size);
     (void)fsdpi_model_save(m, saved, size);
     fsdpi_drain(m->world); // other extensions must first get all outstanding ops
     m->attached = &only;

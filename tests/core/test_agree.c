@@ -286,7 +286,7 @@ enum {
     MUON_NESTEROV,
     MUON_ADJUST,
     MUON_DTYPE,
-    MUON_FLIGHTS,
+    MUON_BUCKETS,
     MUON_TAKES,
     MUON_COLUMNS,
     MUON_GROUP,
@@ -311,7 +311,7 @@ static const struct {
                      {"nesterov", MUON_NESTEROV},
                      {"adjust", MUON_ADJUST},
                      {"dtype", MUON_DTYPE},
-                     {"flight_bytes", MUON_FLIGHTS},
+                     {"bucket_bytes", MUON_BUCKETS},
                      {"take", MUON_TAKES},
                      {"columns", MUON_COLUMNS},
                      {"lr_scale", MUON_GROUP},
@@ -346,7 +346,7 @@ static fsdp_muon_desc muon_desc_of(int what) {
     if (what == MUON_NESTEROV) d.nesterov = 0;
     if (what == MUON_ADJUST) d.adjust = FSDP_MUON_SPECTRAL;
     if (what == MUON_DTYPE) d.dtype = FSDP_BF16;
-    if (what == MUON_FLIGHTS) d.flight_bytes = 1;
+    if (what == MUON_BUCKETS) d.bucket_bytes = 1;
     if (what == MUON_TAKES) d.take = takes_three;
     if (what == MUON_COLUMNS) d.take = takes_as_squares;
     if (what == MUON_GROUP) d.groups[0].lr_scale = 0.5;

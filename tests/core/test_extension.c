@@ -2106,9 +2106,9 @@ static fsdp_status rehearse_options(void *user) {
     CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(units[0], units + 1, 1),
                  FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(r->b->s.world), "[E173] set_modules_to_forward_prefetch: a "
-                                                 "rehearsal can only take lists away: count is 1"));
+                                                 "dry run can only remove lists: count is 1"));
     CHECK_STATUS(fsdp_set_requires_grad(units[1], 2, 0), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E214] set_requires_grad: a rehearsal"));
+    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E214] set_requires_grad: a dry run"));
     CHECK_STATUS(fsdp_model_cast(m, FSDP_F64), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_pools_trim(m), FSDP_ERR_INVALID_STATE);
     fsdp_extension e = FSDP_ZERO;

@@ -670,7 +670,7 @@ static const struct {
     {"a plan keeps it", 1, 2, 1, 1, IDLE, SHARDED, GRAD, WATCHED, NONE},
     {"reduced", 1, 2, 1, 1, IDLE, SHARDED, 0, REDUCED, HAS},
     {"reduced, and zeros", 0, 2, 1, 1, IDLE, SHARDED, 0, REDUCED, ZEROED},
-    {"reduced before a rehearsal", 1, 2, 1, 1, IDLE, SHARDED, 0, REDUCED | REHEARSES, NONE},
+    {"reduced before a dry run", 1, 2, 1, 1, IDLE, SHARDED, 0, REDUCED | REHEARSES, NONE},
 };
 TEST(table, broken_states_are_found) {
     for (size_t k = 0; k < sizeof states / sizeof *states; k++) {

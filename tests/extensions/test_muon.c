@@ -141,7 +141,7 @@ static const lab_net the_net = {rows_of, NUM, UNITS};
 typedef struct {
     const char *name;
     int lanes, replicas, ddp, how; /* replicas: for HSDP; how: see fsdp_muon_desc.replicas */
-    int64_t flight_bytes;
+    int64_t bucket_bytes;
     fsdp_dtype dtype;
     int planned, columns;
 } setting;
@@ -149,7 +149,7 @@ typedef struct {
 typedef struct {
     const setting *s;
     uint64_t bits; /* hash of all parameters after each step, on rank 0 */
-    int64_t flights;
+    int64_t buckets;
 } outcome;
 
 static int group_of(void *user, const fsdp_param_view *v) {
@@ -169,7 +169,7 @@ static fsdp_muon_desc desc_of_net(const fsdp_world *w, const setting *s) {
     fsdp_muon_desc d = lab_muon_defaults(w);
     d.flatten = !s->columns, d.replicas = s->how, d.num_groups = 2, d.group = group_of;
     d.groups[1].lr_scale = 0.5, d.groups[1].weight_decay = 0;
-    if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
+    if (s->bucket_bytes) d.bucket_bytes = s->bucket_bytes;
     if (s->dtype) d.dtype = s->dtype;
     if (s->columns) d.take = as_columns;
     return d;
@@ -255,13 +255,14 @@ static uint64_t bits_by(int world, const setting *s) {
     return o.bits;
 }
 
-static const setting settings[] = {{"inline", 0, 0, 0, 0, 0, 0, 0, 0},
-                                   {"small_flights", 0, 0, 0, 0, 400, 0, 0, 0},
-                                   {"one_each", 0, 0, 0, 0, 1, 0, 0, 0},
-                                   {"lanes", 2, 0, 0, 0, 400, 0, 0, 0},
-                                   {"planned", 0, 0, 0, 0, 400, 0, 1, 0},
-                                   {"ddp", 0, 0, 1, 0, 400, 0, 0, 0},
-                                   {"ddp_a_part_each", 0, 0, 1, FSDP_MUON_A_PART_EACH, 400, 0, 0, 0}};
+static const setting settings[] = {
+    {"inline", 0, 0, 0, 0, 0, 0, 0, 0},
+    {"small_buckets", 0, 0, 0, 0, 400, 0, 0, 0},
+    {"one_each", 0, 0, 0, 0, 1, 0, 0, 0},
+    {"lanes", 2, 0, 0, 0, 400, 0, 0, 0},
+    {"planned", 0, 0, 0, 0, 400, 0, 1, 0},
+    {"ddp", 0, 0, 1, 0, 400, 0, 0, 0},
+    {"ddp_a_part_each", 0, 0, 1, FSDP_MUON_A_PART_EACH, 400, 0, 0, 0}};
 
 TEST_P(muon, same_bits, settings) {
     static const setting plain = {"plain", 0, 0, 0, 0, 0, 0, 0, 0};
@@ -362,14 +363,13 @@ TEST(muon, defaults) {
     CHECK_EQ_INT(d.adjust, FSDP_MUON_ORIGINAL);
     CHECK_EQ_INT(d.replicas, FSDP_MUON_BY_BYTES);
     CHECK_EQ_INT(d.dtype, FSDP_F32);
-    CHECK_EQ_INT(d.flight_bytes, 64 << 20);
+    CHECK_EQ_INT(d.bucket_bytes, 64 << 20);
 }
 
 /* A product that fails ends the world with its status. */
 static fsdp_status no_gemm(void *user, void *stream, int64_t m, int64_t n, int64_t k, float alpha,
-                           const void *a, int64_t lda, int a_transposed, const void *b,
-                           int64_t ldb, int b_transposed, float beta, void *c, int64_t ldc,
-                           fsdp_dtype dtype) {
+                           const void *a, int64_t lda, int a_transposed, const void *b, int64_t ldb,
+                           int b_transposed, float beta, void *c, int64_t ldc, fsdp_dtype dtype) {
     (void)user, (void)stream, (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)lda;
     (void)a_transposed, (void)b, (void)ldb, (void)b_transposed, (void)beta, (void)c, (void)ldc;
     return dtype == FSDP_F32 ? FSDP_ERR_BACKEND : FSDP_OK;
@@ -436,7 +436,7 @@ enum { MATRICES = 10 };
 typedef struct {
     const char *name;
     int64_t shapes[MATRICES][2]; /* {0, 0}: end of the list */
-    int64_t flight_bytes;
+    int64_t bucket_bytes;
     fsdp_dtype dtype;
 } plan_row;
 
@@ -446,11 +446,11 @@ static const plan_row plans[] = {
      1,
      FSDP_F32},
     {"mixed", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 2000, FSDP_F32},
-    {"one_flight", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 0, FSDP_F32},
+    {"one_bucket", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 0, FSDP_F32},
     {"bf16", {{12, 8}, {7, 9}, {24, 8}, {8, 24}, {3, 3}, {16, 16}, {1, 5}}, 700, FSDP_BF16}};
 
 typedef struct {
-    int num, flights, owner[MATRICES], flight[MATRICES];
+    int num, buckets, owner[MATRICES], bucket[MATRICES];
     int64_t part[MATRICES], sent, most; /* elements: of each bucket, of all, of the largest */
 } expected_plan;
 
@@ -460,7 +460,7 @@ static void expect_plan(const plan_row *row, int ranks, expected_plan *e) {
     double work[8] = {0};
     int64_t whole[8] = {0}, parts[8] = {0};
     int taken[MATRICES] = {0};
-    const int64_t limit = (row->flight_bytes ? row->flight_bytes : 64 << 20) /
+    const int64_t limit = (row->bucket_bytes ? row->bucket_bytes : 64 << 20) /
                           (int64_t)fsdp_dtype_size(row->dtype);
     memset(e, 0, sizeof *e);
     while (e->num < MATRICES && row->shapes[e->num][0]) e->num++;
@@ -478,16 +478,16 @@ static void expect_plan(const plan_row *row, int ranks, expected_plan *e) {
     for (int i = e->num - 1; i >= 0; i--) {
         const int64_t numel = row->shapes[i][0] * row->shapes[i][1];
         const int k = e->owner[i];
-        if (e->flights == 0 || (whole[k] && whole[k] + numel > limit)) {
-            e->flights++;
+        if (e->buckets == 0 || (whole[k] && whole[k] + numel > limit)) {
+            e->buckets++;
             memset(whole, 0, sizeof whole), memset(parts, 0, sizeof parts);
         }
         whole[k] += numel;
         parts[k] += (row->shapes[i][0] + ranks - 1) / ranks * row->shapes[i][1];
-        e->flight[i] = e->flights - 1;
-        if (parts[k] > e->part[e->flights - 1]) e->part[e->flights - 1] = parts[k];
+        e->bucket[i] = e->buckets - 1;
+        if (parts[k] > e->part[e->buckets - 1]) e->part[e->buckets - 1] = parts[k];
     }
-    for (int f = 0; f < e->flights; f++) {
+    for (int f = 0; f < e->buckets; f++) {
         e->sent += e->part[f];
         if (e->part[f] > e->most) e->most = e->part[f];
     }
@@ -521,7 +521,7 @@ static void check_plan(lab_rank *r) {
     fsdp_model *model = lab_model(r->w, NULL);
     unit = lab_unit(r->w, model, &ud, p, e.num);
     CALL(r->w, fsdp_init_params(model, lab_fill, NULL));
-    if (row->flight_bytes) d.flight_bytes = row->flight_bytes;
+    if (row->bucket_bytes) d.bucket_bytes = row->bucket_bytes;
     d.dtype = row->dtype;
     CALL(r->w, fsdp_model_memory(model, &before));
     CALL(r->w, fsdp_muon_create(model, &d, &muon));
@@ -552,33 +552,33 @@ static void check_plan(lab_rank *r) {
         CHECK(op->kind == FSDP_OP_ALL_TO_ALL || op->stream == FSDP_STREAM_COMPUTE ||
               op->kind >= FSDP_OP_HOOK);
     }
-    CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.flights : 0);
+    CHECK_EQ_INT((int64_t)calls, ranks > 1 ? 2 * e.buckets : 0);
     CHECK_EQ_INT((int64_t)bytes, 2 * (ranks - 1) * e.sent * size);
     if (!strcmp(row->name, "equal") && 12 % ranks == 0 && e.num % ranks == 0) /* the minimum */
         CHECK_EQ_INT((int64_t)bytes * ranks * ranks, 2 * (ranks - 1) * e.num * 12 * 8 * size);
     CHECK_EQ_INT(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL), 2 * 5 * mine);
     /* bucket i+1 is sent before bucket i is computed */
-    int sent_at[MATRICES] = {0}, flight = 0;
-    for (int n = first; ranks > 1 && n < log.num && flight < e.flights; n++)
-        if (log.ops[n].kind == FSDP_OP_ALL_TO_ALL) sent_at[flight++] = n;
-    if (ranks > 1 && e.flights > 1)
+    int sent_at[MATRICES] = {0}, bucket = 0;
+    for (int n = first; ranks > 1 && n < log.num && bucket < e.buckets; n++)
+        if (log.ops[n].kind == FSDP_OP_ALL_TO_ALL) sent_at[bucket++] = n;
+    if (ranks > 1 && e.buckets > 1)
         CHECK(lab_count_ops(&log, first, FSDP_OP_CALL, -1, NULL) == 0 ||
               lab_next_op(&log, first, FSDP_OP_CALL, -1, NULL) > sent_at[1]);
     snprintf(want, sizeof want,
              "%d matrices, of which this rank computes %d; %d buckets; receives %lld bytes", e.num,
-             mine, e.flights, (long long)bytes);
+             mine, e.buckets, (long long)bytes);
     CHECK(fsdp_muon_describe(muon, text, sizeof text) < sizeof text);
     CHECK_MSG(strstr(text, want), "'%s' has not '%s'", text, want);
     free(log.ops);
 }
 
-TEST_P(muon, owners_flights_bytes, plans) {
+TEST_P(muon, owners_buckets_bytes, plans) {
     for (int world = 1; world <= 5; world++)
         lab_run(world, NULL, check_plan, (void *)(uintptr_t)row);
 }
 
-/* The two matrices of each of two owners fill flight_bytes exactly: one bucket. */
-static void full_flight(lab_rank *r) {
+/* The two matrices of each of two owners fill bucket_bytes exactly: one bucket. */
+static void full_bucket(lab_rank *r) {
     for (int less = 0; less < 2; less++) {
         fsdp_muon_desc d = lab_muon_defaults(r->w);
         fsdp_param_desc p[4];
@@ -587,14 +587,14 @@ static void full_flight(lab_rank *r) {
         for (int i = 0; i < 4; i++) p[i] = fsdp_mat(NULL, 16, 16);
         fsdp_model *m = lab_model(r->w, NULL);
         (void)lab_unit(r->w, m, NULL, p, 4);
-        d.flight_bytes = 2 * 16 * 16 * (int64_t)sizeof(float) - less;
+        d.bucket_bytes = 2 * 16 * 16 * (int64_t)sizeof(float) - less;
         CALL(r->w, fsdp_muon_create(m, &d, &muon));
         (void)fsdp_muon_describe(muon, text, sizeof text);
         CHECK_MSG(strstr(text, less ? "; 2 buckets;" : "; 1 buckets;"), "%s", text);
         fsdp_model_destroy(m);
     }
 }
-TEST(muon, full_flight) { lab_run(2, NULL, full_flight, NULL); }
+TEST(muon, full_bucket) { lab_run(2, NULL, full_bucket, NULL); }
 
 /* ---- HSDP: bytes decide ---------------------------------------------------------------------- */
 
@@ -776,14 +776,16 @@ static void refuse(lab_rank *r) {
     REFUSE(eps, 0, "[E930] muon_create: desc.eps is 0, expected a finite number >= 1e-30");
     REFUSE(a, LAB_INF, "desc.a is inf");
     REFUSE(c, -LAB_INF, "desc.c is -inf");
-    REFUSE(ns_steps, 0, "[E930] muon_create: desc.ns_steps is 0, expected a finite number >= 1 and < 100");
+    REFUSE(ns_steps, 0,
+           "[E930] muon_create: desc.ns_steps is 0, expected a finite number >= 1 and < 100");
     REFUSE(adjust, 3, "desc.adjust is 3");
     REFUSE(replicas, -1, "desc.replicas is -1");
-    REFUSE(flight_bytes, 0, "desc.flight_bytes is 0");
+    REFUSE(bucket_bytes, 0, "desc.bucket_bytes is 0");
     REFUSE(dtype, FSDP_F16, "[E9014] muon_create: desc.dtype is f16");
     REFUSE(num_groups, 9, "desc.num_groups is 9");
     REFUSE(take, takes_all,
-           "[E9010] muon_create: Muon would take parameter 'a.b' of unit 'unit0' (desc.take: 1), which "
+           "[E9010] muon_create: Muon would take parameter 'a.b' of unit 'unit0' (desc.take: 1), "
+           "which "
            "has 1 dims and is f32; expected 2 dims");
     REFUSE(take, takes_seven_columns, "(desc.take: 7)");
     d = good, d.take = takes_all;
@@ -868,7 +870,8 @@ static void both_have(lab_rank *r) {
     static const setting s = {"", 0, 0, 0, 0, 0, 0, 0, 0};
     const fsdp_muon_desc d = desc_of_net(r->w, &s);
     fsdp_adamw_desc a = fsdp_adamw_defaults();
-    const char *const advice = "desc.group of AdamW or SGD returns -1 where fsdp_muon_takes returns 1";
+    const char *const advice =
+        "desc.group of AdamW or SGD returns -1 where fsdp_muon_takes returns 1";
     fsdp_adamw *adamw, *second;
     fsdp_checkpoint *ck;
     fsdp_muon *muon;
@@ -878,21 +881,23 @@ static void both_have(lab_rank *r) {
     build(r, &s, &m);
     CALL(r->w, fsdp_ema_create(m.model, NULL, &ema)); /* it updates no weights */
     CALL(r->w, fsdp_adamw_create(m.model, NULL, &adamw));
-    refused(r, m.model, &d, FSDP_ERR_INVALID_ARG,
-            "[E9020] muon_create: adamw has parameter 'a.w' of unit 'unit0' already, and muon would");
+    refused(
+        r, m.model, &d, FSDP_ERR_INVALID_ARG,
+        "[E9020] muon_create: adamw has parameter 'a.w' of unit 'unit0' already, and muon would");
     CHECK(strstr(fsdp_last_error(r->w), advice));
     fsdp_adamw_destroy(adamw);
     CALL(r->w, fsdp_muon_create(m.model, &d, &muon));
     CHECK_STATUS(fsdp_adamw_create(m.model, NULL, &adamw), FSDP_ERR_INVALID_ARG);
-    CHECK(!adamw && strstr(fsdp_last_error(r->w), "[E9020] adamw_create: muon has parameter 'a.w'"));
+    CHECK(!adamw &&
+          strstr(fsdp_last_error(r->w), "[E9020] adamw_create: muon has parameter 'a.w'"));
     CHECK_STATUS(fsdp_sgd_create(m.model, NULL, &sgd), FSDP_ERR_INVALID_ARG);
     CHECK(!sgd && strstr(fsdp_last_error(r->w), "[E9020] sgd_create: muon has parameter 'a.w'"));
     a.group = is_others, a.user = muon;
     CALL(r->w, fsdp_adamw_create(m.model, &a, &adamw));
     CALL(r->w, fsdp_adamw_create(m.model, &a, &second));
     CHECK_STATUS(fsdp_checkpoint_create(m.model, NULL, &ck), FSDP_ERR_INVALID_ARG);
-    CHECK_MSG(strstr(fsdp_last_error(r->w), "two optimizers have this state of one parameter"), "%s",
-              fsdp_last_error(r->w));
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "two optimizers have this state of one parameter"),
+              "%s", fsdp_last_error(r->w));
     fsdp_adamw_destroy(second);
     CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
 }

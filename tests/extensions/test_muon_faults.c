@@ -50,7 +50,7 @@ static fsdp_status make_trainer(trainer *t) {
         TRY(fsdp_fully_shard(t->model, &ud, &t->unit[i]));
     }
     TRY(fsdp_init_params(t->model, first_values, NULL));
-    d.flight_bytes = 1; /* one matrix per owner */
+    d.bucket_bytes = 1; /* one matrix per owner */
     if (on_nccl()) d.gemm = lab_gemm;
     if (t->j->other == -2 && is_victim(t->j, fsdp_rank(t->world))) d.take = takes_less;
     TRY(fsdp_muon_create(t->model, &d, &t->muon));
@@ -62,8 +62,7 @@ static fsdp_status train_step(trainer *t) {
     const int rank = fsdp_rank(t->world);
     double lr = 0.01;
     at(t->j, rank, AT_STEP);
-    for (int i = 0; i < MATRICES; i++)
-        fsdp_pre_forward(t->unit[i]), fsdp_post_forward(t->unit[i]);
+    for (int i = 0; i < MATRICES; i++) fsdp_pre_forward(t->unit[i]), fsdp_post_forward(t->unit[i]);
     for (int i = MATRICES - 1; i >= 0; i--) {
         fsdp_pre_backward(t->unit[i]);
         float *grad = (float *)fsdp_grad(t->unit[i], 0);
@@ -113,7 +112,7 @@ TEST_P(muon_faults, undisturbed, wheres) {
     all_got(j, -1, FSDP_OK, NULL);
 }
 
-TEST_P(muon_faults, rank_dies_in_a_flight, wheres) {
+TEST_P(muon_faults, rank_dies_in_a_bucket, wheres) {
     job *j = make_job(row, 20000);
     how = SIGKILL;
     start(j);
@@ -124,7 +123,7 @@ TEST_P(muon_faults, rank_dies_in_a_flight, wheres) {
     all_know(j, j->victim, 1000);
 }
 
-TEST_P(muon_faults, rank_stops_in_a_flight, wheres) {
+TEST_P(muon_faults, rank_stops_in_a_bucket, wheres) {
     job *j = make_job(row, 1000);
     how = SIGSTOP;
     start(j);

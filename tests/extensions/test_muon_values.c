@@ -53,9 +53,9 @@ typedef struct {
     const char *name;
     /* dtype of parameters; of reduced gradients; of u and x when sent */
     fsdp_dtype dtype, grads, travels;
-    int adjust, plain, ns_steps;      /* plain: without nesterov */
-    int columns;                      /* desc.take returns the number of columns */
-    int64_t flight_bytes;
+    int adjust, plain, ns_steps; /* plain: without nesterov */
+    int columns;                 /* desc.take returns the number of columns */
+    int64_t bucket_bytes;
     int narrow;    /* products are in bf16 */
     uint64_t bits; /* recorded with FMA and gcc -O2, on one rank; 0: the test computes products */
 } setting;
@@ -332,7 +332,7 @@ static void train(lab_rank *r) {
     d.flatten = !s->columns, d.adjust = s->adjust, d.nesterov = !s->plain, d.replicas = o->how;
     if (s->ns_steps) d.ns_steps = s->ns_steps;
     if (s->travels) d.dtype = s->travels;
-    if (s->flight_bytes) d.flight_bytes = s->flight_bytes;
+    if (s->bucket_bytes) d.bucket_bytes = s->bucket_bytes;
     if (s->columns) d.take = take_columns;
     if (s->narrow) d.gemm = narrow_gemm, d.gemm_user = rows;
     d.num_groups = 2, d.group = group_of, d.user = (void *)(uintptr_t)s;
@@ -435,7 +435,7 @@ static const struct {
 
 TEST_P(muon_values, meshes, meshes, row->world > 4 ? MANY_RANKS | AT_NIGHT(GLOO) : AT_NIGHT(GLOO)) {
     static const setting some[] = {{"f32", FSDP_F32, 0, 0, 0, 0, 0, 0, 0, 0, 0},
-                                   {"flights", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0, 0},
+                                   {"buckets", FSDP_F32, 0, 0, 0, 0, 0, 1, 300, 0, 0},
                                    {"bf16", FSDP_BF16, 0, FSDP_BF16, 0, 0, 0, 0, 1, 0, 0}};
     for (int k = 0; k < 3; k++)
         CHECK_MSG(bits_of(&some[k], row->world, row->mesh, row->how, row->lanes, row->planned) ==
@@ -489,7 +489,7 @@ static void wander(lab_rank *r) {
     fsdp_muon *muon;
     truth *t = (truth *)lab_zeros(1, sizeof *t);
     uint64_t bits = 1;
-    md.flatten = 1, md.flight_bytes = 500;
+    md.flatten = 1, md.bucket_bytes = 500;
     build(r, &o, &model, unit);
     CALL(r->w, fsdp_muon_create(model, &md, &muon));
     for (int step = 0; step < 3; step++) {

@@ -44,7 +44,7 @@ typedef struct { /* one rank */
 static fsdp_status call_of(life *l, int call) {
     fsdp_muon_desc d = fsdp_muon_defaults();
     fsdp_optim_group g = d.groups[0];
-    d.flight_bytes = 400, d.replicas = FSDP_MUON_A_PART_EACH;
+    d.bucket_bytes = 400, d.replicas = FSDP_MUON_A_PART_EACH;
     g.lr_scale = 0.5;
     if (call == MUON_CREATE) return fsdp_muon_create(l->m.model, &d, &l->muon);
     if (call == MUON_STEP) return fsdp_muon_step(l->muon, 0.02);

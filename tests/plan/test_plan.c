@@ -1683,7 +1683,7 @@ typedef struct watcher {
 static int watch_op(void *user, fsdp_model *model, fsdp_op *op) {
     watcher *w = (watcher *)user;
     if (op->model != model) return 0;
-    CHECK_EQ_INT(op->seq, w->seq + 1); /* none twice, none left out, none of a rehearsal */
+    CHECK_EQ_INT(op->seq, w->seq + 1); /* none twice, none left out, none in a dry run */
     w->seq = op->seq;
     w->counts[op->kind]++;
     if (op->kind == FSDP_OP_HOOK && w->num_hooks < PLAN_CALLS * 8) {

@@ -529,7 +529,7 @@ static const struct {
                                 USE("6", "b", "0") "call 3 post_forward 'b'\n"
                                                    "  release 'b' slot 0 COMPUTE\n"
                                                    "call 4 finalize_backward\n" END,
-     "by calls: 1 gathers of 32 bytes, 0 reductions, 0 over replicas\n"
+     "eager: 1 gathers of 32 bytes, 0 reductions, 0 over replicas\n"
      "the plan has more: 2 of 64, 0, 0"},
 };
 TEST_P(plan_proof, counterexample, counters) {

@@ -234,7 +234,7 @@ TEST(examples, plan) {
     run("07_plan", 0);
     CHECK_EQ_INT(lines(), 4);
     CHECK_EQ_INT(
-        sscanf(line("by calls: "), "%d gathers a step, slots of %d bytes", &gathers, &bytes), 2);
+        sscanf(line("eager: "), "%d gathers a step, slots of %d bytes", &gathers, &bytes), 2);
     CHECK_EQ_INT(gathers, 2 * 12);
     CHECK_EQ_INT(bytes, 2 * 16 * 16 * 4);
     line("planned: 14, with the same memory\n");

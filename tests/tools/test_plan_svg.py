@@ -104,7 +104,7 @@ def test_long_names():
 
 def test_not_what_is_counted():
     status, err, _ = draw(TEXT.replace("MODE", "inline").replace("gathers 4 1", "gathers 5 1"))
-    check(status == 0 and "by calls: 4 gathers are drawn, the text counts 5" in err, err)
+    check(status == 0 and "eager: 4 gathers are drawn, the text counts 5" in err, err)
 
 
 def test_no_plan():

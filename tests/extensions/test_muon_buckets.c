@@ -1,4 +1,4 @@
-/* test_muon_flights.c - buckets of matrices that overlap: on the simulated device without a race,
+/* test_muon_buckets.c - buckets of matrices that overlap: on the simulated device without a race,
    with nearly all exchanges hidden by products; with worker threads the next bucket arrives before
    the present one is computed; and the bits do not change if any exchange or product is late.
 
@@ -85,7 +85,7 @@ static void set_up(device *d, const place *p) {
         ud.mesh_info = &info;
         d->m.unit[u] = lab_unit(w, d->m.model, &ud, params, lab_descs(&d->m, u, params));
     }
-    md.gemm = product, md.gemm_user = d, md.flight_bytes = 1, md.dtype = p->dtype;
+    md.gemm = product, md.gemm_user = d, md.bucket_bytes = 1, md.dtype = p->dtype;
     md.replicas = FSDP_MUON_A_PART_EACH;
     CALL(w, fsdp_muon_create(d->m.model, &md, &d->muon));
 }
@@ -139,7 +139,7 @@ static const place places[] = {{"shards", 3, 1, 0, 0, FSDP_F32},
                                {"replicas", 4, 2, 2, 0, FSDP_F32},
                                {"mixed", 4, 3, 2, 1, FSDP_F32}};
 
-TEST_P(muon_flights, no_race, places, NO(TSAN)) {
+TEST_P(muon_buckets, no_race, places, NO(TSAN)) {
     int64_t waits, none, seen = 0;
     CHECK_EQ_INT(races_of(row, -1, &waits), 0);
     for (int64_t k = 0; k < waits; k++) seen += races_of(row, k, &none) > 0;
@@ -166,7 +166,7 @@ static void see_update(void *user, const fsdp_op *op) {
 }
 
 /* A bucket without a gradient is not sent; describe states the bytes of all ranks. */
-TEST_P(muon_flights, records, places, NO(TSAN)) {
+TEST_P(muon_buckets, records, places, NO(TSAN)) {
     device *d = (device *)lab_zeros(1, sizeof *d);
     char text[400], want[80];
     const int gathers = row->replicas > 0 && !row->mixed;
@@ -193,7 +193,7 @@ TEST_P(muon_flights, records, places, NO(TSAN)) {
 
 /* Six buckets with a matrix for each of two owners. A product takes longer than two exchanges, so
    that products hide all exchanges but the first and the last. The clock is simulated. */
-TEST(muon_flights, travel_during_products, NO(TSAN)) {
+TEST(muon_buckets, travel_during_products, NO(TSAN)) {
     enum { MATRICES = 12, TRAVEL_NS = 1000000, PRODUCT_NS = 200000 };
     device *d = (device *)lab_zeros(1, sizeof *d);
     fsdp_param_desc p[MATRICES];
@@ -206,7 +206,7 @@ TEST(muon_flights, travel_during_products, NO(TSAN)) {
     for (int i = 0; i < MATRICES; i++) p[i] = fsdp_mat(NULL, 8, 12);
     fsdp_model *model = lab_model(s->world, NULL);
     fsdp_unit *unit = lab_unit(s->world, model, NULL, p, MATRICES);
-    md.gemm = product, md.gemm_user = d, md.flight_bytes = 1;
+    md.gemm = product, md.gemm_user = d, md.bucket_bytes = 1;
     CALL(s->world, fsdp_muon_create(model, &md, &d->muon));
     lab_forward(s->world, unit);
     CALL(s->world, fsdp_pre_backward(unit));
@@ -238,7 +238,7 @@ typedef struct {
     /* the rank waits before exchange number `late`, or before the products of bucket `late` -
        LATE/2 */
     int rank, late;
-    int arrived, begun, flights, products, waits;
+    int arrived, begun, buckets, products, waits;
     uint64_t bits;
 } traveller;
 
@@ -252,7 +252,7 @@ static fsdp_status before_exchange(lab_guard *guard, const fsdp_group *group,
                                    const fsdp_coll *coll) {
     traveller *t = (traveller *)(void *)guard;
     (void)group;
-    if (coll && coll->kind == FSDP_OP_ALL_TO_ALL && is_late(t, t->begun++ % (2 * t->flights)))
+    if (coll && coll->kind == FSDP_OP_ALL_TO_ALL && is_late(t, t->begun++ % (2 * t->buckets)))
         w_sleep_ns(3000000);
     return FSDP_OK;
 }
@@ -271,12 +271,12 @@ static fsdp_status patient_product(void *user, void *stream, int64_t m, int64_t 
                                    void *c, int64_t ldc, fsdp_dtype dtype) {
     static __thread char room[FSDP_HOST_GEMM_BYTES] __attribute__((aligned(64)));
     traveller *t = (traveller *)user;
-    const int step = t->products / 15 / t->flights, flight = t->products / 15 % t->flights;
-    const int sent = 2 * (step * t->flights + flight) + (flight + 1 < t->flights ? 2 : 1);
+    const int step = t->products / 15 / t->buckets, bucket = t->products / 15 % t->buckets;
+    const int sent = 2 * (step * t->buckets + bucket) + (bucket + 1 < t->buckets ? 2 : 1);
     long ns = 0;
     if (t->products++ % 15 == 0) {
         while (t->waits && __atomic_load_n(&t->arrived, __ATOMIC_SEQ_CST) < sent) h_nap(&ns);
-        if (is_late(t, LATE / 2 + flight)) w_sleep_ns(3000000);
+        if (is_late(t, LATE / 2 + bucket)) w_sleep_ns(3000000);
     }
     return fsdp_host_gemm(room, stream, m, n, k, alpha, a, lda, a_transposed, b, ldb, b_transposed,
                           beta, c, ldc, dtype);
@@ -285,7 +285,7 @@ static fsdp_status patient_product(void *user, void *stream, int64_t m, int64_t 
 static void travel(lab_rank *r) {
     traveller *t = &travellers[r->rank];
     fsdp_comm_ops ops = lab_guard_ops();
-    fsdp_world_desc wd = w_desc(r->rank, r->size, &r->start->threads[0], "flights",
+    fsdp_world_desc wd = w_desc(r->rank, r->size, &r->start->threads[0], "buckets",
                                 t->waits ? 2 : t->late % 3);
     fsdp_param_desc p[MATRICES];
     fsdp_muon_desc md = fsdp_muon_defaults();
@@ -293,7 +293,7 @@ static void travel(lab_rank *r) {
     fsdp_world *w;
     float full[SIDE * SIDE];
     t->guard.before = before_exchange, t->rank = r->rank;
-    t->flights = MATRICES / r->size;
+    t->buckets = MATRICES / r->size;
     ops.run = run_exchange;
     wd.comm_ops = &ops, wd.user = t, wd.allocator = w_heap_allocator(r->heap);
     CALL(NULL, fsdp_init(&wd, &w));
@@ -301,7 +301,7 @@ static void travel(lab_rank *r) {
     fsdp_model *model = lab_model(w, NULL);
     fsdp_unit *unit = lab_unit(w, model, NULL, p, MATRICES);
     CALL(w, fsdp_init_params(model, lab_fill, NULL));
-    md.gemm = patient_product, md.gemm_user = t, md.flight_bytes = 1;
+    md.gemm = patient_product, md.gemm_user = t, md.bucket_bytes = 1;
     CALL(w, fsdp_muon_create(model, &md, &muon));
     for (int step = 0; step < 2; step++) {
         lab_forward(w, unit);
@@ -336,14 +336,14 @@ static uint64_t travel_by(int world, int waits, int rank, int late) {
 }
 
 /* If no bucket were sent while another is computed, this would wait forever. */
-TEST(muon_flights, arrive_while_computed) {
+TEST(muon_buckets, arrive_while_computed) {
     const uint64_t one = travel_by(1, 0, -1, 0);
     CHECK(travel_by(2, 1, -1, 0) == one);
     CHECK(travel_by(4, 1, -1, 0) == one);
 }
 
 /* Each exchange and each bucket's products in turn are late, on each rank in turn. */
-TEST(muon_flights, late, SLOW) {
+TEST(muon_buckets, late, SLOW) {
     const uint64_t one = travel_by(1, 0, -1, 0);
     for (int rank = 0; rank < 2; rank++)
         for (int number = 0; number < LATE; number++)
