@@ -395,15 +395,17 @@ static fsdp_status fsdpi_ck_plan(fsdpi_ck_load *l) {
     if (fsdpi_ck_wants_states(l)) status = fsdpi_ck_count_dropped(l);
     if (status) return status;
     if (!l->num_missing || l->desc.partial) return FSDP_OK;
+    const int misses_params = l->num_blobs + l->num_states < l->num_missing;
     return fsdp_fail(
         l->ck->world, FSDP_ERR_INVALID_ARG,
         "[E440] %s: %s lacks %d of %d tensors: %s; it has %d that nobody asks for%s%s: "
-        "%s%sset partial to leave them as they are%s%s",
+        "%s%s%sset partial to leave them as they are%s%s",
         l->io->call, l->opened.dir, l->num_missing, l->num_wanted, l->missing, l->num_extra,
         l->num_extra ? ": " : "", l->extra,
         l->num_states ? "set params_only if you want no states, or " : "",
         l->num_blobs ? "set `optional` of a blob that may be missing, or " : "",
-        l->num_blobs + l->num_states < l->num_missing ? ", or give desc.source" : "", l->tied);
+        misses_params && l->num_extra ? "if one of these is a wrong name, correct it; else " : "",
+        misses_params ? ", or give desc.source" : "", l->tied);
 }
 
 /* -------------------------------------------------------------------------------------------- */

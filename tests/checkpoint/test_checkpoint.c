@@ -700,7 +700,8 @@ static const other_model others[] = {
      4,
      CK_ADAMW,
      "lacks 1 of 12 tensors: 'h.0.c'; it has 4 that nobody asks for: 'h.0.b', "
-     "'optim.state.h.0.b.exp_avg', 'optim.state.h.0.b.exp_avg_sq', ...: set partial",
+     "'optim.state.h.0.b.exp_avg', 'optim.state.h.0.b.exp_avg_sq', ...: if one of these is a wrong "
+     "name, correct it; else set partial",
      0,
      1,
      0,

@@ -116,7 +116,8 @@ static void adapters(lab_rank *r) {
     lora_open(&m, r, 7);
     lora_values(&m, at_first);
     REFUSED(r->w, fsdp_checkpoint_load(m.base, bad, NULL),
-            "lacks 1 of 2 tensors: 'h.1.w'; it has 1 that nobody asks for: 'h.1.weight'");
+            "lacks 1 of 2 tensors: 'h.1.w'; it has 1 that nobody asks for: 'h.1.weight': if one of "
+            "these is a wrong name, correct it; else set partial");
     lora_values(&m, v);
     CHECK_EQ_MEM(v, at_first, sizeof v);
     CALL(r->w, fsdp_checkpoint_load(m.base, base, NULL)); /* without adapters */
