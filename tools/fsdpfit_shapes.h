@@ -336,6 +336,9 @@ static void show_left_out(void) {
         printf(
             "most of the model is not counted: it may be packed (quantised). The bytes below are "
             "a lower bound\n");
+    else if (list.packed)
+        printf("if these integers are packed (quantised) weights, the bytes below are a lower "
+               "bound\n");
 }
 
 // Sorts the shapes, and says what there is.
