@@ -101,7 +101,7 @@ typedef struct record {
     const fsdpi_flight_record *f;
     int64_t last_ns; // the last sign of life, on the world's clock
     int process, num;
-    int clock; // its place in job.clocks
+    int clock;                   // its place in job.clocks
     fsdpi_flight_op op[PENDING]; // that have not ended, the oldest first
     int group[FSDPI_FLIGHT_COMMS];
 } record;
@@ -123,7 +123,7 @@ static struct {
     int64_t real;  // the same on CLOCK_REALTIME of the rank that gave that sign
     int is_over;   // no process of the job runs here any more
     int elsewhere; // records of processes of which it is not known whether they run
-    int lacks;    // a member has not come to an operation that others have begun
+    int lacks;     // a member has not come to an operation that others have begun
     char job[128], other[128], backend[16]; // other: of which the directory has files, too
 } job;
 
@@ -418,8 +418,8 @@ static void find_clocks(void) {
 // Returns the seconds since `ns`: until now, or, if the rank's clock is unknown, until the last
 // time in its record.
 static double seconds(const record *r, int64_t ns) {
-    const double s = 1e-9 * (double)(is_known(r) ? minus(job.now, time_of(r, ns))
-                                                 : minus(r->last_ns, ns));
+    const double s = 1e-9 *
+                     (double)(is_known(r) ? minus(job.now, time_of(r, ns)) : minus(r->last_ns, ns));
     return s > 0 ? s : 0;
 }
 
@@ -451,9 +451,8 @@ static const char *count_of(const fsdpi_flight_op *o, char *out, size_t cap) {
 // Returns 1 if two ranks are in the same operation, perhaps in different groups of the same kind.
 static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
                  const fsdpi_flight_op *y) {
-    return x->kind == y->kind && x->state == y->state && x->step == y->step &&
-           x->turn == y->turn && a->f->comm[x->comm].number == b->f->comm[y->comm].number &&
-           !strcmp(x->what, y->what);
+    return x->kind == y->kind && x->state == y->state && x->step == y->step && x->turn == y->turn &&
+           a->f->comm[x->comm].number == b->f->comm[y->comm].number && !strcmp(x->what, y->what);
 }
 
 // The unit's or the extension's call that a rank made last.
@@ -498,7 +497,7 @@ static int has_died(const record *r) {
 static void say_situation(fsdpi_text *t, int rank) {
     const record *r = &job.of[rank];
     if (!r->f) {
-        fsdpi_text_add(t, "there is no record of it in the directory");
+        fsdpi_text_add(t, "there is no readable record of it in the directory");
         return;
     }
     if (r->f->state == FSDPI_FLIGHT_SHUT_DOWN) {
@@ -520,8 +519,8 @@ static void say_situation(fsdpi_text *t, int rank) {
 typedef struct finding {
     set ranks;
     char text[512];
-    double seconds;         // the longest time of its ranks
-    const record *r;        // in `waits`: the first rank and its operation
+    double seconds;  // the longest time of its ranks
+    const record *r; // in `waits`: the first rank and its operation
     const fsdpi_flight_op *o;
 } finding;
 
@@ -653,8 +652,7 @@ static void find_parting(int g) {
     if (!turn_of(ra, g, first, &a) || !turn_of(rb, g, first, &b)) return;
     set sides[2] = {{NULL, 0}, {NULL, 0}};
     for (int k = 0; k < job.size; k++)
-        if (turn_of(&job.of[k], g, first, &o))
-            add(&sides[signature(&o) != signature(&a)], k);
+        if (turn_of(&job.of[k], g, first, &o)) add(&sides[signature(&o) != signature(&a)], k);
     if (!sides[0].num || !sides[1].num) return;
     finding *p = find_more(&parts);
     fsdpi_text t = {p->text, sizeof p->text, 0};
@@ -773,7 +771,7 @@ static void print_text(const set *missing, const char *first, const char *advice
     for (int i = 0; i < PROCESSES; i++)
         if (num[i]) printf("%s %d %s", said++ ? "," : "", num[i], names[i]);
     if (missing->num)
-        printf("; no record of rank%s %s", missing->num > 1 ? "s" : "",
+        printf("; no readable record of rank%s %s", missing->num > 1 ? "s" : "",
                ranges(missing, text, sizeof text));
     printf("\n");
     put_other(job.other);
@@ -839,9 +837,9 @@ static int hang(const char *dir, const char *wanted, double after, int json) {
         parts.num || all_wait
             ? "The ranks make different calls, or the same with other arguments: look at what the "
               "program does before them."
-        : others.num  ? what_to_do()
-        : waits.num   ? "All ranks of the group are in it: look at network, GPUs and load."
-                      : "No rank waits. Processes have ended without fsdp_shutdown.";
+        : others.num ? what_to_do()
+        : waits.num  ? "All ranks of the group are in it: look at network, GPUs and load."
+                     : "No rank waits. Processes have ended without fsdp_shutdown.";
     char calm[80] = "No rank waits."; // the lines after it show a moment of a running job
     if (waits.num) snprintf(calm, sizeof calm, "No rank waits longer than %g s.", after);
     const int is_calm = !hangs && !is_lost;
@@ -866,8 +864,7 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
     if (!brief) put_other(traces.other);
     if (made > 0 && brief) {
         printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
-               (int)strcspn(text, "(") - 1, text,
-               percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
+               (int)strcspn(text, "(") - 1, text, percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
                percent * (double)fsdpi_why_exposed(&y.step),
                percent * (double)fsdpi_why_host(&y.step));
         text[0] = 0, t.used = t.line = t.space = t.indent = 0;

@@ -149,7 +149,8 @@ static int says(const char *text) { return strstr(output, text) != NULL; }
 static const char *line(const char *begin) {
     static char text[2048];
     const char *at = output;
-    while (at && strncmp(at, begin, strlen(begin)) != 0) at = (at = strchr(at, '\n')) ? at + 1 : NULL;
+    while (at && strncmp(at, begin, strlen(begin)) != 0)
+        at = (at = strchr(at, '\n')) ? at + 1 : NULL;
     snprintf(text, sizeof text, "%.*s", at ? (int)strcspn(at, "\n") : 0, at ? at : "");
     return text;
 }
@@ -232,9 +233,10 @@ static void one_job(uint64_t *random, int kind) {
     pid_t pid = begin_job(random, kind, dir, sizeof dir);
     int rc = -1, is_late = kind == KILLED || kind == STOPPED || kind == QUITS;
     do { /* until the others have come; then the rank ends: earlier, an earlier call might fail */
-        CHECK_MSG(h_now_ms() < h_deadline_ms, "fault %d of rank %d before call %d of step %d: "
-                  "expected %s; last %s: %s", kind, board->rank, board->call, board->step,
-                  board->next, board->last, output);
+        CHECK_MSG(h_now_ms() < h_deadline_ms,
+                  "fault %d of rank %d before call %d of step %d: "
+                  "expected %s; last %s: %s",
+                  kind, board->rank, board->call, board->step, board->next, board->last, output);
         rc = hang(dir, "--after 0");
         usleep(20000);
         if (!is_late || !found(LATE)) continue;
@@ -350,13 +352,16 @@ TEST(fsdptrace, cut_files, NO(GLOO | NCCL) | SLOW) {
     const long head = (long)offsetof(fsdpi_flight_record, comm);
     make_files(dir, sizeof dir);
     path_of(dir, 0, path, sizeof path);
-    for (long size = whole - 1; size >= 0; size -= size > whole - 130 ? 1 : size > head + 64 ? 4099 : 7) {
+    for (long size = whole - 1; size >= 0; size -= size > whole - 130 ? 1
+                                                   : size > head + 64 ? 4099
+                                                                      : 7) {
         CHECK_EQ_INT(truncate(path, size), 0);
         CHECK_EQ_INT(hang(dir, ""), 1);
         CHECK_MSG(says("rank 2: its last call was "), "%ld bytes: %s", size, output);
-        snprintf(name, sizeof name, "no record of rank 0");
+        snprintf(name, sizeof name, "no readable record of rank 0");
         CHECK_MSG(says(name) == (size <= head), "%ld bytes: %s", size, output);
-        if (size <= head) CHECK_MSG(says("it is damaged, or of another version of fsdp.h"), "%s", output);
+        if (size <= head)
+            CHECK_MSG(says("it is damaged, or of another version of fsdp.h"), "%s", output);
     }
 }
 
@@ -404,8 +409,9 @@ TEST(fsdptrace, members_without_a_record, NO(GLOO | NCCL)) {
             write_record(dir, rank, &r);
         }
         CHECK_EQ_INT(hang(dir, ""), 1);
-        CHECK_MSG(says("no record of ranks 1, 3\n") && says("rank 2: its last call was "), "%s", output);
-        CHECK_MSG(says("ranks 1, 3: there is no record of it") == !of_two, "%s", output);
+        CHECK_MSG(says("no readable record of ranks 1, 3\n") && says("rank 2: its last call was "),
+                  "%s", output);
+        CHECK_MSG(says("ranks 1, 3: there is no readable record of it") == !of_two, "%s", output);
     }
 }
 
@@ -463,28 +469,31 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
             r.real_ns += shifts_s[s] * 1000000000; /* this run: it counts */
             write_record(dir, other, &r);
             CHECK_EQ_INT(hang(dir, ""), 1);
-            CHECK_MSG(!says("no record of rank") && !says("left out"), "%s", output);
+            CHECK_MSG(!says("no readable record of rank") && !says("left out"), "%s", output);
             CHECK_MSG(says("rank 2: its last call was "), "%s", output);
             r.id++; /* another run */
             write_record(dir, other, &r);
             CHECK_EQ_INT(hang(dir, ""), 1);
-            snprintf(text, sizeof text, "no record of rank %d\n", other);
+            snprintf(text, sizeof text, "no readable record of rank %d\n", other);
             CHECK_MSG(says(text), "%s", output);
-            snprintf(text, sizeof text, ".%d.flight:\n    it is of another run of the job\n", other);
+            snprintf(text, sizeof text, ".%d.flight:\n    it is of another run of the job\n",
+                     other);
             CHECK_MSG(says(text), "%s", output);
             write_record(dir, other, &all[other]);
         }
     /* Ranks that have not noted the id yet belong to the run; with another sum of ids it is a
        later run. */
     for (int num = 1; num < RANKS; num++) {
-        for (int k = 0; k < RANKS; k++) r = all[k], r.id = k < num ? 0 : r.id, write_record(dir, k, &r);
+        for (int k = 0; k < RANKS; k++)
+            r = all[k], r.id = k < num ? 0 : r.id, write_record(dir, k, &r);
         (void)hang(dir, "");
-        CHECK_MSG(!says("no record of rank"), "%s", output);
+        CHECK_MSG(!says("no readable record of rank"), "%s", output);
         r = all[0], r.id = 0, r.own_id++;
         write_record(dir, 0, &r);
         (void)hang(dir, "");
-        static const char *const lacks[] = {"", "no record of ranks 1-3", "no record of ranks 2, 3",
-                                            "no record of rank 3"};
+        static const char *const lacks[] = {"", "no readable record of ranks 1-3",
+                                            "no readable record of ranks 2, 3",
+                                            "no readable record of rank 3"};
         CHECK_MSG(says(lacks[num]), "%s", output);
     }
     /* a later run of fewer ranks, which is complete */
@@ -570,8 +579,8 @@ TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
             *kept = 0;
         }
         CHECK_EQ_STR(copied, was);
-        CHECK_MSG(number_after(" for ") - waited < 0.3 && waited - number_after(" for ") < 0.3, "%s",
-                  output);
+        CHECK_MSG(number_after(" for ") - waited < 0.3 && waited - number_after(" for ") < 0.3,
+                  "%s", output);
         CHECK_MSG(number_after("', ") - called < 0.3 && called - number_after("', ") < 0.3, "%s",
                   output);
     }
@@ -602,7 +611,8 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
             if (kind < 2) r.pids++;
             if (kind == 1 && k) r.host[0] ^= 1; /* the others on hosts */
             if (kind == 2) shift_clocks(&r, 9, 5000000000000000, 0);
-            if (kind == 3) r.host[0] ^= 1, r.boot++, shift_clocks(&r, 7, 1000000000, 86400000000000);
+            if (kind == 3)
+                r.host[0] ^= 1, r.boot++, shift_clocks(&r, 7, 1000000000, 86400000000000);
             write_record(to, k, &r);
         }
         const double least = 1e-9 * (double)(fsdpi_system_ns(1) - began);
@@ -660,7 +670,8 @@ TEST(fsdptrace, another_version, NO(GLOO | NCCL)) {
     memcpy(r.magic, "fsdpfl01", sizeof r.magic);
     write_record(dir, 3, &r);
     CHECK_EQ_INT(hang(dir, ""), 1);
-    CHECK_MSG(says("rank 2: its last call was ") && says("no record of rank 3"), "%s", output);
+    CHECK_MSG(says("rank 2: its last call was ") && says("no readable record of rank 3"), "%s",
+              output);
     CHECK_MSG(says(".3.flight:\n    it is damaged, or of another version of fsdp.h"), "%s", output);
 }
 
@@ -724,7 +735,8 @@ TEST(fsdptrace, no_directory, NO(GLOO | NCCL)) {
     d.logger.log = on_log;
     CHECK_OK(fsdp_init(&d, &w));
     CHECK_MSG(strstr(logged, "[E553] there is no flight record in directory '") &&
-              strstr(logged, "Not a directory"), "%s", logged);
+                  strstr(logged, "Not a directory"),
+              "%s", logged);
     CHECK_OK(fsdp_shutdown(w));
 }
 
@@ -752,7 +764,8 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     CHECK_OK(fsdp_init(&d, &w));
     CHECK_OK(fsdp_shutdown(w));
     CHECK_EQ_INT(hang(dir, ""), 0);
-    CHECK_MSG(says("job 'second' over") && says("another one by --job 'tcp://host:1/a'"), "%s", output);
+    CHECK_MSG(says("job 'second' over") && says("another one by --job 'tcp://host:1/a'"), "%s",
+              output);
     CHECK_EQ_INT(hang(dir, "--job tcp://host:1/a"), 0);
     CHECK_MSG(says("job 'tcp://host:1/a' over") && says("--job 'second'"), "%s", output);
     CHECK_EQ_INT(hang(dir, "--json"), 0);
@@ -760,8 +773,8 @@ TEST(fsdptrace, names_of_files, NO(GLOO | NCCL)) {
     d.job = "third"; /* names the other one that started last */
     CHECK_OK(fsdp_init(&d, &w));
     CHECK_OK(fsdp_shutdown(w));
-    static const char *const latest[][2] = {{"third", "second"}, {"second", "third"},
-                                            {"tcp://host:1/a", "third"}};
+    static const char *const latest[][2] = {
+        {"third", "second"}, {"second", "third"}, {"tcp://host:1/a", "third"}};
     for (int i = 0; i < 3; i++) {
         char options[64];
         snprintf(options, sizeof options, "--job %s", latest[i][0]);
@@ -789,8 +802,8 @@ TEST(fsdptrace, contents, NO(NCCL)) {
     for (int rank = 0; rank < RANKS; rank++) {
         path_of(dir, rank, path, sizeof path);
         int fd = open(path, O_RDONLY);
-        const fsdpi_flight_record *f = (const fsdpi_flight_record *)mmap(
-            NULL, sizeof *f, PROT_READ, MAP_SHARED, fd, 0);
+        const fsdpi_flight_record *f = (const fsdpi_flight_record *)mmap(NULL, sizeof *f, PROT_READ,
+                                                                         MAP_SHARED, fd, 0);
         CHECK(f != MAP_FAILED);
         (void)close(fd);
         CHECK_EQ_INT(f->state, FSDPI_FLIGHT_SHUT_DOWN);
@@ -840,8 +853,9 @@ TEST(fsdptrace, a_rank_that_never_comes, NO(GLOO | NCCL)) {
         CHECK(WIFEXITED(status) && !WEXITSTATUS(status));
     }
     CHECK_EQ_INT(hang(dir, ""), 1);
-    CHECK_MSG(says("no record of rank 3") && says("ranks 0-2 wait in fsdp_init for ") &&
-                  says(" was the first to report an error, ") && says("rank 3: there is no record of it"),
+    CHECK_MSG(says("no readable record of rank 3") && says("ranks 0-2 wait in fsdp_init for ") &&
+                  says(" was the first to report an error, ") &&
+                  says("rank 3: there is no readable record of it"),
               "%s", output);
 }
 
@@ -912,8 +926,9 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
         fsdpi_flight_call(w, FSDP_CALL_PRE_FORWARD, name);
         const size_t tail = (FSDPI_FLIGHT_NAME - 4) / 2, head = FSDPI_FLIGHT_NAME - 4 - tail;
         const int is_cut = length >= FSDPI_FLIGHT_NAME;
-        snprintf(wants, sizeof wants, "%.*s%s%.*s", is_cut ? (int)head : FSDPI_FLIGHT_NAME - 1, name,
-                 is_cut ? "..." : "", is_cut ? (int)tail : 0, name + length - (is_cut ? tail : 0));
+        snprintf(wants, sizeof wants, "%.*s%s%.*s", is_cut ? (int)head : FSDPI_FLIGHT_NAME - 1,
+                 name, is_cut ? "..." : "", is_cut ? (int)tail : 0,
+                 name + length - (is_cut ? tail : 0));
         CHECK_EQ_STR(had, wants);
         CHECK_EQ_STR(f->call_what, wants);
         fsdpi_flight_add(w, (const fsdp_comm *)(const void *)&here[0], 7, name, odd, 3, 1);
