@@ -42,7 +42,7 @@ typedef struct nets_net {
     int positive;                /* parameters mostly are: relus stay alive */
     int whole;                   /* nested: one backward pair for each unit, around all visits */
     int recompute, dropout;      /* transformer */
-    fsdp_dtype dtype, reduce;    /* of the gathered parameters; for reductions */
+    fsdp_dtype dtype, reduce;    /* dtypes: gathered parameters, reductions */
 } nets_net;
 
 typedef struct nets_result {
