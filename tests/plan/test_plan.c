@@ -1511,7 +1511,7 @@ static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *
     }
     if (!d) return;
     CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
-    fsdp_plan_report rep; /* of plan 1: unit 1 is not bucketed, so unit 0 is not */
+    fsdp_plan_report rep; /* plan 1: unit 1 is not bucketed, so unit 0 is not */
     CALL(b->w, fsdp_plan_report_get(b->plan, 1, &rep));
     CHECK_EQ_INT(b->net->replicas ? rep.replicas[1] : rep.reductions[1], 3);
 }
@@ -2159,7 +2159,7 @@ TEST(plan_errors, create_without_memory) {
     lab_run(2, NULL, create_starved, NULL);
 }
 
-/* Ranks differ, and one has no memory: every rank gets an error, and none waits. */
+/* Ranks differ, and one has no memory: both refuse the plan, and neither rank hangs. */
 static void differ_starved(lab_rank *r) {
     const plan_net net = plan_chain(3, 16, 4);
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
