@@ -53,7 +53,7 @@ typedef struct bench {
     const job *j;
     fsdp_world *w;
     fsdp_checkpoint *large, *tiny;
-    char *from, *to; /* of plain: the bytes of a rank */
+    char *from, *to; /* for plain: a rank's bytes */
     int64_t bytes;
     char run[300], file[400];
     int failed;

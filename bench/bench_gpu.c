@@ -25,7 +25,7 @@
 #include "backends/fsdp_cuda_kernels.h"
 
 enum { PARAMS = 9, RANKS = 8, CALLS = 10 /* in one sample */, UNITS = 8, HOOK_STEPS = 30 };
-enum { RUNS = 98 }; /* of AdamW, for a GPT of 12 layers: matrices decay, vectors do not */
+enum { RUNS = 98 }; /* AdamW's, for a GPT of 12 layers: matrices decay, vectors do not */
 static const int64_t SHAPES[PARAMS][2] = {{4096, 4096},  {1024, 4096},  {1024, 4096},
                                           {4096, 4096},  {14336, 4096}, {14336, 4096},
                                           {4096, 14336}, {4096, 1},     {4096, 1}};

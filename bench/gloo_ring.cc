@@ -18,8 +18,8 @@
 
 struct gloo_ring {
     std::shared_ptr<gloo::rendezvous::Context> context;
-    uint32_t tag; // of the next collective
-    std::unique_ptr<gloo::transport::UnboundBuffer> out, in; // of messages
+    uint32_t tag; // the next collective's tag
+    std::unique_ptr<gloo::transport::UnboundBuffer> out, in; // buffers of gloo_ring_exchange
 };
 
 namespace {

@@ -12,7 +12,7 @@
 
 enum { HOST_UNITS = 16, HOST_PARAMS = 12 };
 
-/* By calls; replayed as they are by calls; replayed after all passes. */
+/* Eager steps; replays of the eager ops, without passes; replays after all passes. */
 enum { HOST_CALLS, HOST_REPLAYED, HOST_PLANNED, HOST_WAYS };
 
 /* The parameters are those of a transformer block of `width` channels; `dim` 1: matrices are sharded
@@ -106,7 +106,7 @@ __attribute__((noinline)) void host_grad(host_model *h) {
 static const struct {
     const char *name, *function;
     void (*run)(host_model *);
-    int calls; /* in one run, of what the name says */
+    int calls; /* in one run: the calls that `name` names */
 } host_loops[] = {
     {"forward", "host_forward", host_forward, HOST_UNITS},    /* pre_forward + post_forward */
     {"backward", "host_backward", host_backward, HOST_UNITS}, /* pre_backward + post_backward */
@@ -140,7 +140,7 @@ __attribute__((noinline)) void host_counted(host_model *h, int steps) {
 
 /* In the process that callgrind runs: HOST_COST holds the case and the number of steps. */
 __attribute__((constructor)) SIM_FN void host_cost_child(void) {
-    enum { WARM_UP = 6 }; /* steps until all that come are alike */
+    enum { WARM_UP = 6 }; /* steps before all later steps are equal */
     const char *text = getenv("HOST_COST");
     host_case c;
     int dtype, steps;

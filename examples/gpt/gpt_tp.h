@@ -158,7 +158,7 @@ static fsdp_status tp_add_unit(trainer *t, const char *name, fsdp_param_desc *pa
     d.unit.num_params = count;
     d.unit.reshard_after_forward = reshard;
     d.tp = tp;
-    d.partial_grads = 1; // of replicated parameters: each rank sees its own tokens
+    d.partial_grads = 1; // for replicated parameters: each rank sees its own tokens
     return fsdp_tp_fully_shard(tp_of(t)->dm, &d, unit);
 }
 

@@ -115,7 +115,7 @@ static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
 typedef struct fsdpi_prediction {
     fsdp_model model; // the first member
     fsdp_world world;
-    uint32_t state; // of the world
+    uint32_t state; // the world's state
     fsdp_device_ops device;
     fsdpi_attached taker;
 } fsdpi_prediction;

@@ -1,8 +1,11 @@
 /* brute.h - training of one unit by brute force: each full tensor, and the gradient of each rank
-   Finds a shard element by element. A case is a number: with the same number and seed it is the same case.
-   Values are integers and halves below 256, which each floating dtype of the library holds exactly, and sums
-   of gradients are multiples of the number of ranks. So one result is right whatever the dtypes, and every bit
-   is compared. Roundings are those of test_dtype.c and test_fully_shard_mixed_precision.c.
+   Finds a shard element by element. A case is a number: the same number and seed give the same
+   case.
+
+   Values are integers and halves below 256, which each floating dtype of the library holds exactly.
+   Gradients sum to multiples of the number of ranks. So the right result does not depend on the
+   dtypes, and every bit is compared. test_dtype.c and test_fully_shard_mixed_precision.c test
+   rounding.
 
    The first b_grid_size() cases have every shape of a unit of one parameter (dims of 0..W+2, 1-D to 3-D, each
    shard dim) on each mesh of up to B_RANKS ranks, in each layout and reshard mode; the other axes are random.
@@ -14,19 +17,19 @@
 
 enum { B_RANKS = 6, B_PARAMS = 3, B_DIMS = 3, B_NUMEL = 512, B_MICROS = 3, B_STEPS = 2 };
 
-// What varies, and how many values it has. Some values need others: see b_impossible.
+// The axes of a case, and how many values each has. Some values require others: see b_impossible.
 #define B_AXIS_LIST(X)                                                                             \
     X(SPLIT, "split", 14)  /* shard x replicate */                                                 \
-    X(MESH, "mesh", 5)     /* how it is said */                                                    \
-    X(COUNT, "params", 3)  /* less one */                                                          \
-    X(NDIM, "ndim", 3)     /* of parameter 0, less one */                                          \
-    X(SHARD_DIM, "dim", 3) /* of parameter 0 */                                                    \
-    X(ROWS, "rows", 9)     /* of parameter 0 along that dim */                                     \
+    X(MESH, "mesh", 5)     /* ways to set it */                                                    \
+    X(COUNT, "params", 3)  /* minus 1 */                                                           \
+    X(NDIM, "ndim", 3)     /* parameter 0, minus 1 */                                              \
+    X(SHARD_DIM, "dim", 3) /* parameter 0 */                                                       \
+    X(ROWS, "rows", 9)     /* parameter 0, along that dim */                                       \
     X(STORED, "stored", 6)                                                                         \
     X(PARAM, "param_dtype", 5)                                                                     \
     X(REDUCE, "reduce_dtype", 5)                                                                   \
     X(GRAD, "grad_dtype", 5)                                                                       \
-    X(KEEP, "keep_dtype", 2) /* of parameter 0 */                                                  \
+    X(KEEP, "keep_dtype", 2) /* parameter 0 */                                                     \
     X(LAYOUT, "layout", 4)                                                                         \
     X(RESHARD, "reshard", 4)                                                                       \
     X(FROZEN, "frozen", 3)                                                                         \
@@ -89,7 +92,7 @@ typedef struct b_param {
     fsdp_dtype dtype;
     int ndim, shard_dim, frozen, keep;
     int64_t shape[B_DIMS];
-    int64_t outer, rows, inner, numel; // rows along shard_dim, what is before and behind it
+    int64_t outer, rows, inner, numel; // rows: size of shard_dim; sizes before, after it
     unsigned used[B_MICROS];           // bit r: rank r writes its gradient
 } b_param;
 
@@ -235,7 +238,7 @@ static void b_random_shape(b_case *c, int i, uint64_t *state) {
     if (!i) p->shape[p->shard_dim] = c->axis[B_ROWS];
 }
 
-// Which ranks write which gradient in which microbatch.
+// Draws, for each microbatch and parameter, the ranks that write its gradient.
 static void b_random_usage(b_case *c, uint64_t *state) {
     unsigned all = (1u << c->ranks) - 1;
     for (int m = 0; m < c->micros; m++)
@@ -304,7 +307,7 @@ static int b_reshards(int shards, int *out) {
     return n;
 }
 
-static int64_t b_shapes(int shards) { // of one parameter, with its shard dim
+static int64_t b_shapes(int shards) { // shapes of one parameter, times its shard dims
     int64_t d = shards + 3;
     return d + 2 * d * d + 3 * d * d * d;
 }

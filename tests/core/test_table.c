@@ -16,9 +16,9 @@ static int is_broken; /* a test has broken a rule, and expects that a check find
 
 /* ---- the table as the documents have it ------------------------------------------------------ */
 
-/* By training state IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD; in each: outside of backward with
-   and without a forward that is due, inside of backward likewise. '.' impossible, '=' state stays,
-   else the next state: I F P B. */
+/* One group of cells for each training state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. Cells of
+   a group: f0 and f+ outside the model's backward, b0 and b+ in it; + means that a forward of the
+   unit is due. '.': impossible; '=': the state stays; I F P B: the next state. */
 /* clang-format off */
 static const struct {
     const char *name, *cells;
@@ -50,8 +50,8 @@ static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
 static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                             "SHARDED_POST_FORWARD"};
-/* How a text tells of these states: outside of backward with and without a forward that is due,
-   inside of backward likewise; NULL: no unit is there. */
+/* The words for these states in error texts, in the order of documented[].cells. NULL: no unit can
+   be in this state. */
 static const char *const told_as[4][4] = {
     {"is idle, and no forward of it waits for a backward",
      "has run forward, and its backward has not begun",
@@ -69,7 +69,7 @@ enum { MAX_UNITS = 4, MAX_PARAMS = 4, MAX_ORDER = 64 * MAX_UNITS };
 
 typedef struct {
     int state, storage, stale, due, sync, keep_forward, keep_backward;
-    int newest;    /* of its entries in the record of forwards, -1: none */
+    int newest;    /* its newest entry in `order`, -1: none */
     unsigned told; /* calls that were refused in this step */
     int held;      /* gradients of microbatches that were not reduced */
     int used[MAX_PARAMS], has[MAX_PARAMS];
@@ -139,7 +139,7 @@ static void model_forget(model *m) {
 }
 static void model_stale(unit_model *u) { u->stale = u->storage != FSDP_STORAGE_SHARDED; }
 
-/* What a possible call does to one unit. */
+/* Applies a possible call to one unit of the model. */
 static void model_unit(model *m, int unit, int call) {
     unit_model *u = &m->units[unit];
     int opens = u->state == FSDP_STATE_FORWARD &&
@@ -165,11 +165,11 @@ static void model_unit(model *m, int unit, int call) {
         int at = u->newest;
         if (at >= 0) u->newest = m->before[at];
         if (at > 0 && m->async) model_unshard(m, &m->units[m->order[at - 1]]);
-        u->due -= m->is_last; /* else another backward may come */
+        u->due -= m->is_last; /* not the last: another backward may come */
         m->backward = 1;
     }
     if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
-        /* what nobody has waited for by the last backward was gathered for nothing */
+        /* a gather that no call has waited for by the last backward was useless */
         if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward) model_reshard(u);
         /* finalize reduces what earlier microbatches have left, too */
         if (call == FSDP_CALL_POST_BACKWARD || u->state == FSDP_STATE_PRE_BACKWARD || u->held)
@@ -385,8 +385,8 @@ static const struct {
     const char *name;
     int call;
     fsdp_status (*of_unit)(fsdp_unit *);
-    fsdp_status (*of_model)(fsdp_model *); /* all units are asked */
-    int one_unit;                          /* of_unit asks that unit alone */
+    fsdp_status (*of_model)(fsdp_model *); /* for all units */
+    int one_unit;                          /* of_unit checks only that unit */
 } forms[] = {
     {"pre_forward", FSDP_CALL_PRE_FORWARD, fsdp_pre_forward, NULL, 1},
     {"post_forward", FSDP_CALL_POST_FORWARD, fsdp_post_forward, NULL, 1},
@@ -508,7 +508,8 @@ static void check_getters(bed *b, model *m, int at, int mark) {
 
 /* ---- every cell ------------------------------------------------------------------------------ */
 
-/* How many hooks have to come before a call is possible, by the documents; `most`: so many or more. */
+/* Returns how many hooks must come before a call is possible, by the documents, or `most` if that
+   number is at least `most`. */
 static int hooks_before(int state, int backward, int due, int open, int call, int most) {
     static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD, FSDP_CALL_PRE_BACKWARD,
                                 FSDP_CALL_POST_BACKWARD, FSDP_CALL_FINALIZE};
@@ -526,8 +527,8 @@ static int hooks_before(int state, int backward, int due, int open, int call, in
     return most;
 }
 
-/* What a text names is possible, and begins a shortest way to the call. If a backward is due, it opens
-   parameters, though a forward would do so, too. */
+/* Checks that the call which the error text names is possible, and is the first one of a shortest
+   way to `call`. If a backward is due, it opens parameters, though a forward would do so, too. */
 static void check_named(const bed *b, int cell, int call) {
     const int state = cell / 4, backward = cell / 2 % 2, due = cell % 2, most = 5;
     const int before = hooks_before(state, backward, due, 0, call, most);
@@ -850,7 +851,7 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings, row->world > 3 
     bed_close(&b);
 }
 
-/* Who does what the texts of wrong calls say comes to the call that was meant, from wherever. */
+/* A caller that follows the texts of wrong calls gets to the intended call from every state. */
 typedef fsdp_status (*hook_fn)(fsdp_unit *unit);
 static fsdp_status finalize_of(fsdp_unit *u) { return fsdp_finalize_backward(u->model); }
 static fsdp_status zero_of(fsdp_unit *u) { return fsdp_zero_grad(u->model); }
@@ -934,10 +935,11 @@ TEST_P(table, stale_copies_are_gathered_again, settings, row->world > 3 ? MANY_R
 
 /* ---- arguments that are refused --------------------------------------------------------------- */
 
-/* What PyTorch 2.15 refuses, and what it lets pass and makes no sense. Refused here, too, with a text that
-   says what to do; test_mesh.c (mesh.refused, mesh_info.refused) and test_faults.c (faults.model_descs,
-   faults.unit_descs, faults.null_and_range) have the other arguments. A row's call is made on two units
-   whose parameters are sharded over 4 ranks, after a step. It leaves the model as it was. */
+/* Arguments that PyTorch 2.15 refuses, and ones without sense that it accepts. Refused here too,
+   except in rows with FSDP_OK, with a text that says what to do. The other arguments are tested in
+   test_mesh.c (mesh.refused, mesh_info.refused) and test_faults.c (faults.model_descs,
+   faults.unit_descs, faults.null_and_range). A row's call is made on two units whose parameters are
+   sharded over 4 ranks, after a step. It leaves the model as it was. */
 static fsdp_status add_to(bed *b, fsdp_model *m, const fsdp_unit_desc *desc, const fsdp_param_desc *params,
                           int count) {
     fsdp_unit_desc ud = *desc;
@@ -1151,7 +1153,7 @@ static const struct {
     const char *name, *upstream; /* the condition; what PyTorch raises or does */
     fsdp_status (*call)(bed *);
     int expected;     /* status */
-    const char *word; /* of the text */
+    const char *word; /* in the text */
 } refusals[] = {
     {"mesh_info_not_filled", "TypeError", info_empty, ARG, "its mesh_info has no mesh"},
     {"mesh_dim_unknown", "IndexError", mesh_queries, FSDP_OK, ""},
@@ -1270,7 +1272,7 @@ static void set_randomly(bed *b, model *m, uint64_t *seed) {
                              b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER),
                          expected);
         if (what == 4) CHECK_STATUS(fsdp_set_reshard_after_backward(b->model, u, on), expected);
-        m->failed |= expected != FSDP_OK; /* finalize tells it again */
+        m->failed |= expected != FSDP_OK; /* finalize fails, too */
         for (int i = 0; i < b->num_units && !expected; i++) {
             if (!all && i != at) continue;
             if (what == 2) m->units[i].sync = on;

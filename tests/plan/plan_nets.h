@@ -1,5 +1,5 @@
 /* plan_nets.h - real nets for tests of plans: their arithmetic in plain C, losses, SGD. One step:
-   forward, the loss is the sum of the outputs, backward, descent. The same training runs by calls
+   forward, the loss is the sum of the outputs, backward, descent. The same training runs eagerly
    and with a plan; the test compares losses, shards and gradients bit by bit.
 
        static nets_job j;
@@ -32,33 +32,33 @@ typedef struct nets_net {
     const char *name;
     int num_units;
     nets_unit unit[NETS_UNITS];
-    size_t saved; /* bytes of what forward leaves to backward */
+    size_t saved; /* bytes that forward saves for backward */
     double (*forward)(nets_bed *b);
     void (*backward)(nets_bed *b);
-    int64_t sizes[5];            /* MLP: of layers' inputs and of the output */
+    int64_t sizes[5];            /* MLP: widths of the layers' inputs and of the output */
     int layers, per_unit, batch; /* MLP */
     int relu_last;               /* MLP */
     int twice;                   /* each visit opens and closes its unit twice */
     int positive;                /* parameters mostly are: relus stay alive */
     int whole;                   /* nested: one backward pair for each unit, around all visits */
     int recompute, dropout;      /* transformer */
-    fsdp_dtype dtype, reduce;    /* of gathered parameters, of reductions */
+    fsdp_dtype dtype, reduce;    /* dtypes: gathered parameters, reductions */
 } nets_net;
 
 typedef struct nets_result {
     double loss[NETS_ITERS];
-    uint64_t seen[NETS_ITERS]; /* of what forwards and backwards read */
+    uint64_t seen[NETS_ITERS]; /* hash of the parameters that were read */
     uint64_t grads[NETS_ITERS], shards[NETS_ITERS];
-    uint64_t states[NETS_ITERS]; /* of training states before and behind each hook */
-    uint64_t draws[NETS_ITERS];  /* of the caller's random numbers */
-    uint64_t ops[NETS_ITERS];    /* of the records of a step, if they are watched */
+    uint64_t states[NETS_ITERS]; /* hash of training states before and after each hook */
+    uint64_t draws[NETS_ITERS];  /* hash of the caller's random numbers */
+    uint64_t ops[NETS_ITERS];    /* hash of a step's ops; job->watched */
     int num_ops[NETS_ITERS];
     uint64_t allocations[NETS_ITERS];
-    fsdp_plan_mode mode[NETS_ITERS]; /* behind each step */
+    fsdp_plan_mode mode[NETS_ITERS]; /* after each step */
     char why[160];
-    int count, run, hooks; /* run: FSDP_RUN_*; hooks: of a step */
+    int count, run, hooks; /* run: FSDP_RUN_*; hooks: calls in a step */
     int64_t slots;         /* bytes of slots, an arena included */
-    int64_t gather_bytes;  /* of the largest gathered slot */
+    int64_t gather_bytes;  /* size of the largest gathered slot */
     int in_place;          /* gathers that were found to be where fsdp_data points to */
     fsdp_plan_report report;
 } nets_result;
@@ -67,16 +67,16 @@ typedef struct nets_job {
     nets_net net;
     fsdp_plan_desc desc;
     int iters;
-    int by_hand; /* the run by calls reduces a unit only behind its last visit, as soon as the other
-                    run is replayed */
-    int watched; /* where gathers write is looked at */
+    int by_hand; /* from iteration 2 on (the other run replays), the eager run reduces a unit only
+                    after its last visit */
+    int watched; /* ops are logged, and the places where gathers write are checked */
     int passive; /* the plan is paused all the time */
     int size, lanes;
     void (*step)(nets_bed *b, nets_result *out, int it);
-    void (*touch)(void *user, int writes, void *ptr, int64_t nbytes); /* told of each access */
+    void (*touch)(void *user, int writes, void *ptr, int64_t nbytes); /* called for each access */
     void *touch_user;
-    nets_result r[2][NETS_RANKS]; /* by calls, planned */
-    char text[NETS_TEXT];         /* of the newest plan of rank 0, with ops */
+    nets_result r[2][NETS_RANKS]; /* eager, planned */
+    char text[NETS_TEXT];         /* rank 0's newest plan, with ops */
 } nets_job;
 
 struct nets_bed { /* one rank */
@@ -91,7 +91,7 @@ struct nets_bed { /* one rank */
     double *x[NETS_UNITS][NETS_PARAMS]; /* parameters of open units */
     double *g[NETS_UNITS][NETS_PARAMS]; /* gradients of this visit */
     int touched[NETS_UNITS][NETS_PARAMS], open[NETS_UNITS];
-    uint64_t bytes[NETS_UNITS]; /* hash of what was read when it was opened */
+    uint64_t bytes[NETS_UNITS]; /* hash of the parameters, as read when it was opened */
     int visits[NETS_UNITS];     /* backwards that are still to come */
     char *saved;
     uint64_t seen, states, draws, random;
@@ -120,13 +120,13 @@ H_FN void nets_fold(uint64_t *hash, const void *data, size_t nbytes) { /* eight 
     lab_fold(hash, p, nbytes);
 }
 
-/* As lab_load and lab_store, which take long for what nearly all numbers are. */
+/* Converts as lab_load does, but faster for float32, which nearly all numbers are. */
 H_FN void nets_load(double *to, const void *from, fsdp_dtype dtype, int64_t numel) {
     if (dtype != FSDP_F32) lab_load(to, from, dtype, numel);
     else
         for (int64_t k = 0; k < numel; k++) to[k] = (double)((const float *)from)[k];
 }
-/* Adds, and leaves zeros. */
+/* Adds g to `to`, then sets g to zeros. */
 H_FN void nets_add(void *to, fsdp_dtype dtype, double *g, int64_t numel) {
     for (int64_t k = 0; k < numel && dtype == FSDP_F32; k++)
         ((float *)to)[k] = (float)((double)((float *)to)[k] + g[k]);
@@ -154,8 +154,8 @@ H_FN uint64_t nets_read(nets_bed *b, int u) {
     return hash;
 }
 
-/* The records since `from`: the newest gather of a unit wrote the slot that fsdp_data points into,
-   and the parameters of open units have no byte in common. */
+/* Checks that the unit's newest gather wrote the slot that fsdp_data points into, and that the
+   parameters of open units do not overlap. */
 H_FN void nets_check_places(nets_bed *b, int u) {
     const size_t size = fsdp_dtype_size(nets_dtype(b->net));
     int last = -1;
@@ -230,7 +230,7 @@ H_FN void nets_close_unit(nets_bed *b, int u, int backward) {
     nets_hook(b, u, backward ? FSDP_CALL_POST_BACKWARD : FSDP_CALL_POST_FORWARD);
     b->open[u] = 0;
 }
-/* Where the gradient of a parameter is added up. */
+/* Returns the memory in which the caller adds up the gradient of a parameter. */
 H_FN double *nets_grad(nets_bed *b, int u, int i) {
     CHECK(b->open[u]);
     b->touched[u][i] = 1;
@@ -433,10 +433,10 @@ typedef struct nets_layer {
     nets_norm n1, n2;
     double q[NETS_H], k[NETS_H], v[NETS_H], o[NETS_H], h[NETS_H], f[NETS_F], a[NETS_F];
     double p[NETS_ROWS][NETS_HEADS][NETS_SEQ][NETS_SEQ];
-    double mask[NETS_H]; /* of dropout: 0, or what keeps the mean */
+    double mask[NETS_H]; /* dropout: 0, or the factor that keeps the mean */
 } nets_layer;
 typedef struct nets_former {
-    nets_layer layer[NETS_LAYERS + 1]; /* of the last one only x */
+    nets_layer layer[NETS_LAYERS + 1]; /* the last entry has only x */
     nets_norm norm;
     int token[NETS_TOKENS];
 } nets_former;
@@ -525,7 +525,7 @@ H_FN void nets_attend_back(const nets_layer *y, const double *d_o, double *dq, d
             }
 }
 
-/* Up to attention, and behind it. */
+/* Computes a layer up to attention; nets_layer_end computes the rest after attention. */
 H_FN void nets_layer_begin(nets_bed *b, nets_layer *y, int u) {
     double *const *x = b->x[u];
     nets_norm_forward(&y->n1, y->x, x[NETS_N1W], x[NETS_N1B]);
@@ -588,7 +588,7 @@ H_FN void nets_layer_backward(nets_bed *b, nets_layer *y, int u, double *dy) {
     double *out = lab_doubles(NETS_H);
     nets_open_unit(b, u, 1);
     double *const *x = b->x[u];
-    if (b->net->recompute) { /* inside of backward: the unit is open */
+    if (b->net->recompute) { /* during backward: the unit is open */
         nets_hook(b, u, FSDP_CALL_PRE_FORWARD);
         nets_layer_begin(b, y, u);
         nets_attend(y);
@@ -648,7 +648,7 @@ H_FN void nets_former_backward(nets_bed *b) {
     free(dn);
 }
 
-/* trains 0: nothing but wv of each layer. */
+/* Returns the net. trains == 0: all parameters are frozen except wv of each layer. */
 H_FN nets_net nets_transformer(int trains, int recompute) {
     static const int64_t root[4][2] = {
         {NETS_VOCAB, NETS_DIM}, {NETS_SEQ, NETS_DIM}, {NETS_DIM, 0}, {NETS_DIM, 0}};
@@ -676,8 +676,8 @@ H_FN nets_net nets_transformer(int trains, int recompute) {
 
 /* ---- training ---------------------------------------------------------------------------------- */
 
-/* Small numbers around the middle that keeps a net alive: one for norms' weights, zero for biases,
-   positive ones where a relu follows products alone. */
+/* Fills a parameter with numbers around the middle that keeps a net alive: 1 for norms' weights, 0
+   for other parameters, and a positive one if the net sets `positive` (its relus stay alive). */
 H_FN void nets_fill(void *user, const fsdp_param_view *v) {
     const nets_bed *b = (const nets_bed *)user;
     double middle = 0, around = v->ndim == 1 ? 0.1 : 1.5 / sqrt((double)v->shape[1] + 1);
@@ -729,7 +729,8 @@ H_FN void nets_end(nets_bed *b) {
     free(b->log.ops);
 }
 
-/* The records from number `from` on: all that does not depend on where slots lie. */
+/* Adds the ops from index `from` on to *hash and *count, without hooks, and without fields that
+   depend on the place of a slot. */
 H_FN void nets_fold_ops(nets_bed *b, int from, uint64_t *hash, int *count) {
     for (int i = from; i < b->log.num; i++) {
         const fsdp_op *op = &b->log.ops[i];
@@ -780,7 +781,7 @@ H_FN void nets_step(nets_bed *b, nets_result *out, int it) {
         snprintf(out->why, sizeof out->why, "%s", fsdp_plan_why(b->plan));
 }
 
-/* Of pools and of an arena. */
+/* Returns the bytes of all slots except scratch, an arena included. */
 H_FN int64_t nets_slot_bytes(const nets_bed *b) {
     fsdp_memory mem;
     int64_t bytes = 0;
@@ -790,7 +791,7 @@ H_FN int64_t nets_slot_bytes(const nets_bed *b) {
     return bytes;
 }
 
-/* Numbers behind a training. */
+/* Sets the figures of *out that are known after the training, and `text` if it is not NULL. */
 H_FN void nets_numbers(nets_bed *b, nets_result *out, char *text) {
     fsdp_memory mem;
     out->slots = nets_slot_bytes(b);
@@ -831,7 +832,8 @@ H_FN void nets_on_rank(lab_rank *r) {
         nets_train(r->w, j, planned, &j->r[planned][r->rank]);
 }
 
-/* Losses, gradients, shards, what units held and which states they had: equal to the bit. */
+/* Checks that two runs have the same bits: losses, parameters, gradients, shards, states of units
+   and random numbers. */
 H_FN void nets_compare(const nets_result *a, const nets_result *b, int iters) {
     for (int it = 0; it < iters; it++) {
         CHECK_MSG(lab_same(a->loss[it], b->loss[it]),
@@ -867,7 +869,7 @@ H_FN void nets_reset(nets_job *j, nets_net net) {
     j->iters = 10;
 }
 
-/* Trains by calls and planned, and compares. */
+/* Trains eagerly and with a plan, and compares. */
 H_FN void nets_run(nets_job *j, int size, int lanes) {
     lab_how how = FSDP_ZERO;
     CHECK(size <= NETS_RANKS && j->iters <= NETS_ITERS);
@@ -888,7 +890,8 @@ H_FN void nets_run(nets_job *j, int size, int lanes) {
 
 /* ---- texts -------------------------------------------------------------------------------------- */
 
-/* Lines of calls [from, to) that begin with these words (without the indent) and have `word`. */
+/* Returns how many lines of calls [from, to) begin with `begin` (after the indent) and contain
+   `word` after it. */
 H_FN int nets_lines(const char *text, int from, int to, const char *begin, const char *word) {
     int call = -1, count = 0;
     for (const char *line = text; line && *line;) {
@@ -907,7 +910,8 @@ H_FN int nets_lines(const char *text, int from, int to, const char *begin, const
     }
     return count;
 }
-/* "acquire" or "release" of gathered slots in calls [from, to), times the parameters of the unit. */
+/* Returns how many parameters the slots hold that calls [from, to) acquire or release (`what`);
+   only gathered slots count. */
 H_FN int nets_slots(const nets_job *j, int from, int to, const char *what) {
     int call = -1, count = 0, gathered[256] = {0};
     for (const char *line = j->text; line && *line;

@@ -1,10 +1,10 @@
-/* plan_texts.h - texts of plans for tests: got, taken apart into lines, edited, and judged by a
-   checker that shares no code with the library's proof.
+/* plan_texts.h - texts of plans for tests: made, split into lines, edited, and judged by a checker
+   that shares no code with the library's proof.
 
-   The checker walks a text four times with vector clocks of its own, byte by byte of the arena, and
-   writes down what happens to each use of a slot, in order: which records, and where the caller
-   reads and writes. An edited text in which that is what it was, and in which nothing races, and
-   nothing is done to memory that nobody or somebody else holds, computes the same bits.
+   The checker walks a text four times (once if a slot lasts), with its own vector clocks for each 8
+   bytes of the slots. For each use of a slot it hashes the history, in order: the ops, and the
+   caller's reads and writes. An edited text computes the same bits if its histories are unchanged,
+   nothing races, and every op accesses only slots that its units hold.
 
    SPDX-License-Identifier: MIT */
 #ifndef PLAN_TEXTS_H
@@ -18,7 +18,7 @@ typedef struct texts_job {
     plan_net net;
     fsdp_plan_desc desc;
     int what;   /* FSDP_PLAN_TEXT_* */
-    char *text; /* of rank 0; equal on all */
+    char *text; /* from rank 0; equal on all ranks */
 } texts_job;
 
 H_FN char *texts_of(const fsdp_plan *plan, int index, int what) {
@@ -91,7 +91,7 @@ H_FN char *texts_on_streams(const plan_net *net, const fsdp_plan_desc *desc, int
     CHECK_EQ_INT(sim_close(&s), 0);
     return text;
 }
-enum { TEXTS_STREAMS = 3 }; /* else lanes */
+enum { TEXTS_STREAMS = 3 }; /* other modes are a number of worker threads */
 H_FN char *texts_make(const plan_net *net, const fsdp_plan_desc *desc, int size, int mode,
                       int what) {
     texts_job *j = (texts_job *)lab_zeros(1, sizeof *j);
@@ -163,18 +163,18 @@ H_FN int texts_find(const texts_lines *t, int from, const char *word) {
     while (from < t->num && !strstr(t->at[from], word)) from++;
     return from < t->num ? from : -1;
 }
-H_FN const char *texts_words(const char *op) { /* of an op, behind its number */
+H_FN const char *texts_words(const char *op) { /* the words after an op's number */
     return strchr(op + 5, ' ');
 }
-/* The number behind so many words that follow the name of a unit: stream, count, bytes. */
+/* Returns a number that follows the op's last unit name: which == 1: count; 2: bytes. */
 H_FN long long texts_number(const char *op, int which) {
     const char *at = strrchr(op, '\'');
     for (int i = 0; at && i <= which; i++) at = strchr(at + 1, ' ');
     return at ? strtoll(at + 1, NULL, 10) : 0;
 }
 
-/* Lines as a text: ops are numbered anew, and with `mends` the counts of the head are those of the
-   lines. It says that it was edited. */
+/* Returns the lines as a text with new numbers of ops. If `mends` is set, the head's counts are
+   replaced by those of the lines. The hash in the last line is 0: the text was edited. */
 H_FN char *texts_join(const texts_lines *t, int mends) {
     char *text = (char *)lab_zeros((size_t)t->num * TEXTS_LINE / 4 + 65536, 1), *to = text;
     long long gathers = 0, reductions = 0, replicas = 0, ops = 0, read = 0, reduced = 0, old[4];
@@ -212,7 +212,7 @@ H_FN char *texts_join(const texts_lines *t, int mends) {
     strcpy(to, "end 0000000000000000\n");
     return text;
 }
-/* A line somewhere else: behind line `to` of those that are left; -1: away. */
+/* Moves line `from`: it gets index `to` after its removal. to < 0: only removes it. */
 H_FN void texts_move(texts_lines *t, int from, int to) {
     const char *line = t->at[from];
     t->num--;
@@ -249,7 +249,7 @@ typedef struct brute_cell {
 typedef struct brute_slot {
     int64_t begin, bytes; /* in the cells */
     int pool, lasts, holder, filled;
-    uint64_t chain, users; /* what has happened to this use of it */
+    uint64_t chain, users; /* hashes: the history of this use */
     brute_event ready, avail;
 } brute_slot;
 typedef struct brute {
@@ -292,7 +292,8 @@ H_FN void brute_mark(const brute *b, int actor, brute_event *e) {
     e->set = 1, e->stream = actor;
     memcpy(e->clock, b->now[actor], sizeof e->clock);
 }
-/* Cells: the slots', and behind them one for each unit's shards and gradients. */
+/* Notes an access of `actor` to cells [begin, end), and reports a race. The first cells are the
+   slots'; the last 2 * num_units are each unit's shards and gradients. */
 H_FN void brute_touch(brute *b, int actor, int64_t begin, int64_t end, int writes,
                       const char *line) {
     for (int64_t i = begin; i < end && i < b->num_cells; i++) {
@@ -319,7 +320,7 @@ H_FN int brute_unit(const brute *b, const char *word) {
         if (strcmp(b->name[u], word) == 0) return u;
     return -1;
 }
-/* What a use of a slot has come to, into the total. */
+/* Ends a use of a slot, and adds the hash of its history to the total. */
 H_FN void brute_ends(brute *b, brute_slot *s, int unit) {
     uint64_t h = lab_hash(s->chain, s->users, (uint64_t)unit, (uint64_t)s->pool);
     b->total += lab_hash(h, (uint64_t)b->uses[unit][s->pool == BRUTE_GATHER]++, (uint64_t)b->walk,
@@ -357,7 +358,7 @@ H_FN void brute_release(brute *b, int unit, int slot, int actor, const char *lin
     if (!s->avail.set) brute_mark(b, actor, &s->avail);
     brute_ends(b, s, s->holder);
 }
-/* Two streams for what has to be in one order on all ranks? */
+/* Reports an error if collectives `what`, which all ranks must order equally, use two streams. */
 H_FN void brute_order(brute *b, uint64_t what, uint64_t stream, const char *line) {
     int i = 0;
     while (i < b->num_orders && b->order[i][0] != what) i++;
@@ -388,7 +389,7 @@ H_FN void brute_op(brute *b, char **words, int num, const char *line) {
                    : strcmp(words[at], "grads") == 0  ? -3
                                                       : -1;
     for (int i = at; i < num; i++) what = brute_hash(what, words[i]);
-    for (int i = at; i + 1 < num; i++) /* what each group does, and on which stream */
+    for (int i = at; i + 1 < num; i++) /* the stream of each group and label */
         if (strcmp(words[i], "comm") == 0)
             brute_order(b, brute_hash(brute_hash(3, words[i + 1]), words[3]), brute_hash(5, stream),
                         line);
@@ -455,7 +456,7 @@ H_FN void brute_line(brute *b, const char *line, int *pending, int *call_unit) {
     if (num < 2) return;
     if (strcmp(words[0], "call") == 0) {
         if (*pending)
-            brute_caller(b, *call_unit, *pending == 2, 0, line); /* behind the pre_ call */
+            brute_caller(b, *call_unit, *pending == 2, 0, line); /* after the pre_ call */
         *pending = num > 2 && strcmp(words[2], "pre_forward") == 0    ? 1
                    : num > 2 && strcmp(words[2], "pre_backward") == 0 ? 2
                                                                       : 0;
@@ -516,7 +517,7 @@ H_FN void brute_head(brute *b, const texts_lines *t) {
     CHECK(b->num_cells < 1 << 24);
     b->cells = (brute_cell *)lab_zeros((size_t)b->num_cells, sizeof *b->cells);
 }
-/* 0: something is wrong: *why. Else a number that says what is done to what. */
+/* Returns 0 if something is wrong, with the reason in `why`; otherwise a hash of all histories. */
 H_FN uint64_t brute_judge(const char *text, char *why, size_t room) {
     texts_lines *t = texts_split(text);
     brute *b = (brute *)lab_zeros(1, sizeof *b);

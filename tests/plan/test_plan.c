@@ -1,5 +1,5 @@
-/* test_plan.c - plans: recorded, replayed, left. The same bits as by calls, whatever a model has and
-   wherever a program leaves its plan.
+/* test_plan.c - plans: recorded, replayed, left. Each test compares the bits with those of eager
+   steps, for many models, and for programs that leave their plan at any call.
 
    SPDX-License-Identifier: MIT */
 #define TAGS TSAN
@@ -97,7 +97,7 @@ static plan_net net_no_unshard(void) {
     n.sets = PLAN_NO_UNSHARD;
     return n;
 }
-static plan_net net_unwaited(void) { /* gathered inside of a backward that waits for nothing */
+static plan_net net_unwaited(void) { /* gathered during a backward that waits for nothing */
     plan_net n = net_no_unshard();
     for (int i = n.num_calls - 1; n.calls[i].call != FSDP_CALL_PRE_FORWARD; i--) {
         if (n.calls[i].call != FSDP_CALL_POST_BACKWARD) continue;
@@ -107,7 +107,7 @@ static plan_net net_unwaited(void) { /* gathered inside of a backward that waits
     }
     return n;
 }
-static plan_net net_recompute(void) { /* a forward again, inside of the unit's own backward */
+static plan_net net_recompute(void) { /* a second forward, during the unit's own backward */
     plan_net n = plan_chain(4, 16, 16);
     n.num_calls = 0;
     for (int u = 0; u < 4; u++) plan_pair(&n, u, 0);
@@ -118,7 +118,7 @@ static plan_net net_recompute(void) { /* a forward again, inside of the unit's o
     }
     return n;
 }
-static plan_net net_recompute_two(void) { /* of two units, before their backward */
+static plan_net net_recompute_two(void) { /* two units recompute before their backward */
     plan_net n = plan_chain(5, 16, 16);
     n.num_calls = 0;
     for (int u = 0; u < 5; u++) plan_pair(&n, u, 0);
@@ -200,12 +200,12 @@ static plan_net net_few_rows(void) { /* ranks without rows, parameters without e
     n.rows[2][0] = 0, n.rows[2][1] = 7, n.rows[3][0] = 1;
     return n;
 }
-static plan_net net_no_rows(void) { /* units without elements, beside casts */
+static plan_net net_no_rows(void) { /* a unit without elements, and casts */
     plan_net n = net_mixed();
     n.empty = 2;
     return n;
 }
-static plan_net net_packed(void) { /* gathered beside, and copied out */
+static plan_net net_packed(void) { /* gathered into a packed buffer, and copied out */
     plan_net n = plan_chain(4, 16, 16);
     n.model.direct_min = FSDP_DIRECT_NEVER;
     return n;
@@ -260,7 +260,7 @@ static const struct named_net {
     {"ddp", net_ddp, 0},
     {"never", net_never, 0},
     {"half", net_half, 0},
-    /* What is held at the end of a step has slots that others do not use before. */
+    /* Units that hold parameters at the end of a step have slots that no other unit uses before. */
     {"no_reshard", net_no_reshard, 3},
     {"no_unshard", net_no_unshard, 0},
     {"unwaited", net_unwaited, 0},
@@ -300,7 +300,7 @@ static const struct {
     const char *name;
     uint32_t without;
     int32_t ahead;
-    int tight; /* no more bytes than by calls */
+    int tight; /* no more bytes than eagerly */
     int64_t bucket, first;
 } sets[] = {
     {"all", 0, 0, 0, 0, 0},
@@ -318,13 +318,13 @@ static const struct {
 };
 enum { SETS = sizeof sets / sizeof *sets, MOST_RANKS = 8 };
 
-/* ---- the same training, by calls and planned ------------------------------------------------- */
+/* ---- the same training, eager and planned ---------------------------------------------------- */
 
 typedef struct pjob {
     const struct named_net *named;
     plan_net net;
     int mode, size, steps, quick;
-    plan_result *by_calls[MOST_RANKS], *planned[MOST_RANKS]; /* of the set at hand */
+    plan_result *by_calls[MOST_RANKS], *planned[MOST_RANKS]; /* results for the current set */
 } pjob;
 
 static pjob *new_job(const struct named_net *named, int mode, int size) {
@@ -347,7 +347,7 @@ static void end_job(pjob *j) {
     free(j);
 }
 
-/* Does this net exist in a world of this size? */
+/* Returns 1 if a world of this size can have the net. */
 static int fits(const plan_net *n, int size) {
     if (n->replicas > 0 && (size % n->replicas || size == 1)) return 0;
     int shards = n->replicas > 0 ? size / n->replicas : size;
@@ -369,7 +369,7 @@ static void same_bits(const plan_result *a, const plan_result *b, int steps) {
     }
 }
 
-/* What the report says is what the counters and fsdp_model_memory say. */
+/* Checks that the report agrees with the counters and with fsdp_model_memory. */
 static void same_numbers(const plan_result *a, const plan_result *b, int steps, int widens) {
     const fsdp_plan_report *rep = &b->report;
     const plan_result *r[2] = {a, b};
@@ -402,7 +402,7 @@ static void same_numbers(const plan_result *a, const plan_result *b, int steps, 
     W_CHECK(rep->bound <= rep->bytes[1], "less than the bound");
     uint64_t reduced[2] = {last_bytes(a, steps, FSDP_OP_REDUCE_SCATTER),
                            last_bytes(b, steps, FSDP_OP_REDUCE_SCATTER)};
-    /* What is summed before it is sent is sent in the wider dtype. */
+    /* Gradients that are summed before they are sent are sent in the wider dtype. */
     W_CHECK(reduced[1] == reduced[0] ||
                 (widens && reduced[1] > reduced[0] && reduced[1] <= 2 * reduced[0]),
             "%llu bytes are reduced, by calls %llu", (unsigned long long)reduced[1],
@@ -472,7 +472,7 @@ static void with_sets(fsdp_world *w, pjob *j, int rank) {
 
 static void on_lanes(lab_rank *r) { with_sets(r->w, (pjob *)r->arg, r->rank); }
 
-/* One process plays a rank; the device tells of races. */
+/* Runs one rank of a simulated world, whose device reports races. */
 static void on_streams(pjob *j) {
     static sim s;
     sim_init(&s, j->size, 0);
@@ -549,7 +549,7 @@ static const struct {
     {"destroy", DESTROY, 2, NULL},
 };
 
-/* What a call returned is part of what has to be the same. */
+/* Adds the status of a call to the hash that both runs must agree on, and returns it. */
 static fsdp_status attempt(plan_bed *b, fsdp_status status) {
     lab_fold(&b->hash, &status, sizeof status);
     return status;
@@ -764,7 +764,7 @@ static void life_body(lab_rank *r) {
     plan_step(&b, out);
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_RECORDING);
     CALL(r->w, fsdp_model_memory(b.model, &mem));
-    CHECK_EQ_INT(plan_slots(&mem), plan_slots(&predicted)); /* by calls, as predicted */
+    CHECK_EQ_INT(plan_slots(&mem), plan_slots(&predicted)); /* the eager step's, as predicted */
     CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
     CHECK_STATUS(fsdp_plan_report_get(b.plan, 0, &rep), FSDP_ERR_INVALID_ARG);
     plan_step(&b, out);
@@ -791,7 +791,7 @@ static void life_body(lab_rank *r) {
     CALL(r->w, fsdp_model_memory(b.model, &mem));
     CHECK_EQ_INT(plan_slots(&mem), rep.bytes[1]);
     CHECK(rep.host_bytes > 0 && rep.hash != 0);
-    fsdp_plan_destroy(b.plan); /* by calls again: what it was before */
+    fsdp_plan_destroy(b.plan); /* eager again: the memory as before */
     b.plan = NULL;
     plan_step(&b, out);
     CALL(r->w, fsdp_model_memory(b.model, &mem));
@@ -805,8 +805,8 @@ TEST_P(plan, life, lane_modes) {
     lab_run(2, &how, life_body, NULL);
 }
 
-/* On a device with streams: a replayed step waits on the host no more often than one by calls, and
-   says nothing. */
+/* On a device with streams, a replayed step waits on the host at most as often as an eager one, and
+   logs nothing. */
 TEST(plan, no_host_waits) {
     static sim s;
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -1000,7 +1000,7 @@ static void without_zero_grad(plan_bed *b, const fsdp_plan_desc *d, plan_result 
 TEST(plan_kinds, without_zero_grad, TSAN) { run_kinds(net_chain(), NULL, without_zero_grad); }
 
 /* Between forward and backward the program drops gradients of the step before, as PyTorch's
-   zero_grad may stand there, or writes shards. Steps that do so go by calls. */
+   zero_grad may stand there, or writes shards. Such steps run eagerly. */
 static int between; /* 1: zero_grad, 2: shards */
 static void written_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     b->keeps_grads = between == 1;
@@ -1046,7 +1046,7 @@ static void same_order(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
 }
 TEST(plan_kinds, same_order) { run_kinds(net_same_order(), NULL, same_order); }
 
-/* A unit is gathered behind its last use, and nobody waits for that but finalize. */
+/* A unit is gathered after its last use, and only finalize waits for that gather. */
 static void open_to_the_end(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     b->rests = 1;
     steps(b, out, 6);
@@ -1062,7 +1062,7 @@ TEST(plan_kinds, open_to_the_end, TSAN) {
 static void open_again(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     steps(b, out, 5);
     if (d) W_CHECK(report_of(b).replayed == 3, "%s", fsdp_plan_why(b->plan));
-    if (d) CHECK_EQ_INT(report_of(b).reductions[1], 2); /* of unit 3, and of the others together */
+    if (d) CHECK_EQ_INT(report_of(b).reductions[1], 2); /* one for unit 3, one for the others */
 }
 TEST(plan_kinds, open_again, TSAN) { run_kinds(plan_open_again(4), NULL, open_again); }
 
@@ -1139,7 +1139,7 @@ static void layout_in_finalize(plan_bed *b, const fsdp_plan_desc *d, plan_result
     fsdp_plan_cost cost = FSDP_ZERO;
     steps(b, out, 1);
     b->is_partial = 1;
-    for (int half = 0; half < 2; half++) { /* nothing but finalize; a forward alone */
+    for (int half = 0; half < 2; half++) { /* only finalize; only a forward */
         if (half && d) CALL(b->w, fsdp_plan_forget(b->plan));
         plan_calls(b, 0, half * b->net->num_calls / 2);
         shake(b);
@@ -1280,7 +1280,7 @@ static void two_kinds(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     if (!d) return;
     CHECK_EQ_INT(fsdp_plan_count(b->plan), d->most_kinds == 2 ? 2 : 0);
     CHECK(d->most_kinds < 2 || (rep.recorded == 2 && rep.replayed == 6));
-    if (d->most_kinds < 2) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REFUSED); /* of no use */
+    if (d->most_kinds < 2) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REFUSED); /* useless */
 }
 /* Three kinds, two places: what was used last stays. */
 static void three_kinds(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
@@ -1311,7 +1311,7 @@ static void cast_between(plan_bed *b, const fsdp_plan_desc *d, plan_result *out)
 }
 TEST(plan_kinds, cast_between_steps) {
     plan_net n = net_chain();
-    n.model.param_dtype = FSDP_F32; /* of gathered parameters, before and after */
+    n.model.param_dtype = FSDP_F32; /* gathered parameters' dtype, before and after */
     run_kinds(n, NULL, cast_between);
 }
 
@@ -1324,14 +1324,14 @@ static void evaluation_in_a_pause(plan_bed *b, const fsdp_plan_desc *d, plan_res
         CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
         for (int u = 0; u < b->net->num_units; u++) attempt_forward(b, u);
         CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
-        if (i == 1) steps(b, out, 1); /* a step by calls */
+        if (i == 1) steps(b, out, 1); /* an eager step */
         if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
         if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
         if (d) CHECK_EQ_STR(fsdp_plan_why(b->plan), "");
         steps(b, out, 1);
         if (d) CHECK_EQ_INT(report_of(b).replayed, i + 2);
     }
-    plan_calls(b, 0, b->net->num_calls / 2); /* inside of a step, whose rest goes by calls */
+    plan_calls(b, 0, b->net->num_calls / 2); /* in a step, whose rest is eager */
     if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
     CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
     attempt_forward(b, 0);
@@ -1380,7 +1380,7 @@ static void never_the_same(plan_bed *b, const fsdp_plan_desc *d, plan_result *ou
     if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REFUSED);
     if (d) CHECK_MSG(strstr(fsdp_plan_why(b->plan), "differ"), "%s", fsdp_plan_why(b->plan));
 }
-/* Or sets something inside of each step. */
+/* Or it changes an option within each step. */
 static void always_set(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int i = 0; i < 6; i++) {
         plan_calls(b, 0, 4);
@@ -1418,7 +1418,7 @@ TEST(plan_kinds, steps_that_differ) {
     run_kinds(net_chain(), NULL, always_another_kind);
 }
 
-/* What happens now and then, and not in a row, ends neither a plan nor planning. */
+/* Deviations that happen sometimes, but not in a row, keep the plan and planning. */
 static void now_and_then(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     steps(b, out, 3);
     for (int i = 0; i < 5; i++) {
@@ -1500,7 +1500,7 @@ static void factors_of_all_sorts(plan_bed *b, const fsdp_plan_desc *d, plan_resu
     }
     if (d) CHECK(last_report(b).replayed > 0);
 }
-/* Units that are joined because they divide alike, and later do not. */
+/* Units that are bucketed because they have equal divide factors, and later have different ones. */
 static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int i = 0; i < 12; i++) {
         CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 3 + i));
@@ -1511,11 +1511,11 @@ static void factors_of_units(plan_bed *b, const fsdp_plan_desc *d, plan_result *
     }
     if (!d) return;
     CHECK_EQ_INT(fsdp_plan_count(b->plan), 3);
-    fsdp_plan_report rep; /* of the second one: unit 1 is not joined, and so unit 0 is not */
+    fsdp_plan_report rep; /* plan 1: unit 1 is not bucketed, so unit 0 is not */
     CALL(b->w, fsdp_plan_report_get(b->plan, 1, &rep));
     CHECK_EQ_INT(b->net->replicas ? rep.replicas[1] : rep.reductions[1], 3);
 }
-/* A setter inside of the step counts from the next reduction on, also where others wait for it. */
+/* A setter within a step applies from the next reduction on, even if other units wait for it. */
 static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     const int half = b->net->num_calls / 2, last = b->net->calls[half].unit;
     steps(b, out, 3);
@@ -1525,7 +1525,7 @@ static void factor_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out
     CALL(b->w, fsdp_finalize_backward(b->model));
     if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
     plan_step_end(b, out);
-    for (int at = half; at <= b->net->num_calls; at++) { /* odd: inside of another unit's backward */
+    for (int at = half; at <= b->net->num_calls; at++) { /* odd: in another unit's backward */
         steps(b, out, 2);
         plan_calls(b, 0, at);
         if (at % 2 == 0) CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 5));
@@ -1573,7 +1573,8 @@ TEST_P(plan_factors, each_step, factor_nets) { run_kinds(row->make(), NULL, toke
 TEST_P(plan_factors, of_all_sorts, factor_nets) {
     run_kinds(row->make(), NULL, factors_of_all_sorts);
 }
-/* What of a factor makes another kind: which units have the same, and on one rank whether it is 1. */
+/* Two factors make another step variant if they differ in which units have equal factors and, on
+   one rank, in whether the factor is 1. */
 static uint64_t kind_with(plan_bed *b, double factor) {
     CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, factor));
     return fsdpi_plan_options(b->model);
@@ -1683,7 +1684,7 @@ typedef struct watcher {
 static int watch_op(void *user, fsdp_model *model, fsdp_op *op) {
     watcher *w = (watcher *)user;
     if (op->model != model) return 0;
-    CHECK_EQ_INT(op->seq, w->seq + 1); /* none twice, none left out, none in a dry run */
+    CHECK_EQ_INT(op->seq, w->seq + 1); /* none twice, none left out, none from a dry run */
     w->seq = op->seq;
     w->counts[op->kind]++;
     if (op->kind == FSDP_OP_HOOK && w->num_hooks < PLAN_CALLS * 8) {
@@ -1724,7 +1725,7 @@ static void watched_body(lab_rank *r) {
         fsdp_model_destroy(b.model);
     }
     same_bits(out[0], out[1], 5);
-    for (int i = 1; i < 3; i++) { /* calls are announced as by calls */
+    for (int i = 1; i < 3; i++) { /* calls are announced as in eager steps */
         CHECK_EQ_INT(w[i]->num_hooks, w[0]->num_hooks);
         for (int k = 0; k < w[0]->num_hooks; k++) {
             CHECK_EQ_INT(w[i]->hooks[k].call, w[0]->hooks[k].call);
@@ -1808,7 +1809,7 @@ static int says(const char *text, const char *const *words) {
     return 1;
 }
 
-/* What a plan needs is more than it may have. */
+/* A plan needs more bytes than it may have. */
 static void too_small(lab_rank *r) {
     static const char *const words[] = {"call ", "'h.", "slots need", " bytes, 1000 are allowed",
                                         NULL};
@@ -1827,7 +1828,7 @@ static void too_small(lab_rank *r) {
 }
 TEST(plan_errors, too_small) { lab_run(2, NULL, too_small, NULL); }
 
-/* Rank 1 makes a call more; a rank tells of both sides, and the world goes on. */
+/* Rank 1 makes an extra call; the error names both sides, and the world continues. */
 static void other_ranks(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -1848,7 +1849,7 @@ static void other_ranks(lab_rank *r) {
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
     CHECK_OK(fsdp_world_status(r->w));
     (void)plan_update(&b);
-    steps(&b, out, 3); /* by calls */
+    steps(&b, out, 3); /* eager */
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
     free(out);
 }
@@ -1958,7 +1959,7 @@ static void other_desc(lab_rank *r) {
     second = cost;
     OTHER(cost, &second);
     memset(&d, 0, sizeof d);
-    d.cost = &cost; /* other times behind equal numbers */
+    d.cost = &cost; /* other times, with equal numbers */
     REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_plan_create(b.model, &d, &b.plan), "cost is ");
     /* A field of one rank is wrong: the other one does not wait. */
     memset(&d, 0, sizeof d);
@@ -2016,7 +2017,7 @@ static void strict_close(plan_bed *b, plan_result *out, int call) {
     free(out);
 }
 
-/* Setters in a strict plan: those that change options while gradients wait are told, too. */
+/* A strict plan also reports a setter that changes options while gradients wait. */
 static void strict_setter(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2030,7 +2031,7 @@ static void strict_setter(lab_rank *r) {
 }
 TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
 
-/* What was to be told is no news in another step. */
+/* An error that a strict plan has not reported yet is dropped when the step is reset. */
 static void strict_reset(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2040,13 +2041,13 @@ static void strict_reset(lab_rank *r) {
     CALL(r->w, fsdp_model_reset(b.model));
     CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 0));
     CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
-    steps(&b, out, 3); /* of another kind */
+    steps(&b, out, 3); /* a new step variant */
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
     free(out);
 }
 TEST(plan_errors, strict_reset) { lab_run(2, NULL, strict_reset, NULL); }
 
-/* A new layout within a step of a strict plan is told, too. */
+/* A strict plan also reports a new layout within a step. */
 static void strict_layout(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2058,7 +2059,7 @@ static void strict_layout(lab_rank *r) {
 }
 TEST(plan_errors, strict_layout) { lab_run(2, NULL, strict_layout, NULL); }
 
-/* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
+/* strict: a call that the plan does not expect is an error, and the step continues eagerly. */
 static void strict(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2144,7 +2145,7 @@ static void create_starved(lab_rank *r) {
         if (r->rank == r->size - 1) w_fail(r->heap, n);
         fsdp_status status = fsdp_plan_create(b.model, NULL, &b.plan);
         w_fail(r->heap, -1);
-        CHECK(status || n > 0); /* told of the other rank */
+        CHECK(status || n > 0); /* the other rank's failure is reported */
         if (!status) break;
         CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
         check_nothing_lost(r->heap, live);
@@ -2158,7 +2159,7 @@ TEST(plan_errors, create_without_memory) {
     lab_run(2, NULL, create_starved, NULL);
 }
 
-/* Ranks differ, and one has no memory: all are told something, and none waits. */
+/* Ranks differ, and one has no memory: both refuse the plan, and neither rank hangs. */
 static void differ_starved(lab_rank *r) {
     const plan_net net = plan_chain(3, 16, 4);
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2185,8 +2186,8 @@ static void differ_starved(lab_rank *r) {
 }
 TEST(plan_errors, ranks_differ_without_memory, TSAN) { lab_run(2, NULL, differ_starved, NULL); }
 
-/* A kind's arena has been replaced, and one rank has no memory to make its tape again: all of them
-   go by calls. */
+/* A variant's arena has been replaced, and one rank has no memory to make its tape again: all ranks
+   continue eagerly. */
 static void bind_starved(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
@@ -2227,7 +2228,7 @@ static void bind_starved(lab_rank *r) {
 }
 TEST(plan_errors, no_memory_for_a_new_tape) { lab_run(2, NULL, bind_starved, NULL); }
 
-/* One rank gets no memory for the arena: all go by calls. */
+/* One rank gets no memory for the arena: all ranks stay eager. */
 static int64_t arena_allocs;
 static fsdp_status arena_guard(lab_guard *g, const fsdp_group *group, const fsdp_coll *coll) {
     (void)g;
@@ -2322,8 +2323,8 @@ TEST_P(plan_errors, a_rank_dies, lane_modes) {
     lab_run(3, &how, killed, NULL);
 }
 
-/* The pass `once` leaves alone a unit whose reduction cannot be joined: its hook is called
-   for each backward, as by calls. */
+/* The pass `once` skips a unit whose reduction cannot be bucketed: its hook is called for each
+   backward, as in the eager step. */
 static fsdp_status counts_calls(void *user, const fsdp_param_view *v, void *stream) {
     (void)v, (void)stream;
     ++*(int *)user;
@@ -2386,7 +2387,7 @@ static void listed_units(const lab_rank *r, fsdp_model *m, fsdp_unit **u) {
     }
 }
 
-/* Which unit a list names is a setting: with another one there is another kind of step. */
+/* The units that a list names are a setting: another list makes another step variant. */
 static void lists_are_settings(lab_rank *r) {
     fsdp_unit *u[LISTED];
     fsdp_plan *plan;
@@ -2405,8 +2406,8 @@ static void lists_are_settings(lab_rank *r) {
 }
 TEST(plan_kinds, prefetch_lists_are_settings) { lab_run(2, NULL, lists_are_settings, NULL); }
 
-/* Replays count what is gathered ahead: by calls, afterwards, prefetches have the budget that they
-   would have without a plan. */
+/* Replays count prefetched bytes: in later eager steps, prefetches have the budget that they would
+   have without a plan. */
 static void budget_after_replays(lab_rank *r) {
     fsdp_unit *u[LISTED];
     fsdp_plan *plan;

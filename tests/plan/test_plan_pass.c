@@ -1,6 +1,6 @@
-/* test_plan_pass.c - the passes of plans, on random programs: what each needs, and what holds behind
-   it. First the passes alone, on spans and uses that a test makes up; then whole plans, on the
-   simulated device, of random models and of PyTorch's examples.
+/* test_plan_pass.c - the passes of plans, on random programs: properties of each pass's result.
+   First single passes, on spans and uses that a test makes up; then whole plans, on the simulated
+   device, for random models and for PyTorch's examples.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -111,7 +111,7 @@ static int64_t there_at(const spans *s, int call, int open) {
 
 /* ---- keep --------------------------------------------------------------------------------------- */
 
-/* The least that any choice of what stays can gather: over all sets of units that may be there. */
+/* Returns the least number of bytes that must be gathered, over all choices of units to keep. */
 static int64_t best_choice(const int *demand, int count, const int64_t *bytes, int units,
                            int64_t most) {
     int64_t least[1 << 5], next[1 << 5];
@@ -149,7 +149,7 @@ static int64_t keep(spans *s, const int *demand, const int64_t *bytes, int64_t m
         sum += is_gathered(s, i) ? s->f.item_bytes[s->f.item_spans[i].owner] : 0;
     return sum;
 }
-/* The same number as exhaustive search, for equal sizes and any number of slots. */
+/* Checks that the pass gathers as few bytes as an exhaustive search, for equal sizes. */
 static void keep_is_optimal(int programs) {
     uint64_t seed = h_seed();
     for (int n = 0; n < programs; n++) {
@@ -228,7 +228,7 @@ static void keep_fits(int programs) {
         less += count_gathers(&s) < s.f.num_item_spans;
         const int with = count_gathers(&s);
         fsdpi_plan_pass_keep(&s.f, passes & ~(1u << FSDP_PASS_KEEP), most, &worst);
-        CHECK_EQ_INT(count_gathers(&s), s.f.num_item_spans); /* without the pass: as by calls */
+        CHECK_EQ_INT(count_gathers(&s), s.f.num_item_spans); /* without the pass: as eagerly */
         fsdpi_plan_pass_keep(&s.f, passes, most + 1000, &worst);
         CHECK(count_gathers(&s) <= with); /* more memory, no more gathers */
         spans_end(&s);
@@ -253,7 +253,7 @@ TEST(plan_pass, keep_in_a_chain) {
         }
 }
 
-/* The call that is told if memory is short: the first one of those that hold most. */
+/* If memory is short, the pass reports the first of the calls that hold the most bytes. */
 TEST(plan_pass, keep_reports_the_worst_call) {
     int worst = -1;
     spans s;
@@ -304,8 +304,8 @@ TEST(plan_pass, base_is_the_most_within_a_call) {
 
 /* ---- ahead --------------------------------------------------------------------------------------- */
 
-/* What PyTorch's simple_overlap makes of the same gathers: each moves up past the call before it,
-   as long as that is no release of its own slot, no other gather, and the peak does not rise. A
+/* Sets issued[] as PyTorch's simple_overlap does: each gather moves up past the call before it
+   until it meets a release of its own slot or another gather, or until the peak would rise. A
    gather at call k is before the work of call k. */
 static void simple_overlap(const spans *s, const int *span, int num, int *issued) {
     int64_t peak = 0;
@@ -332,7 +332,7 @@ static void simple_overlap(const spans *s, const int *span, int num, int *issued
     free(now);
 }
 
-/* Where each gather is issued; how many there are. */
+/* Runs the pass, sets the call that issues each gather, and returns the number of gathers. */
 static int issue(spans *s, int ahead, int *span, int *issued, int *late) {
     fsdpi_plan_decisions c;
     int num = 0;
@@ -390,8 +390,8 @@ static void ahead(int programs) {
                 earlier += late[g];
             }
         }
-        /* Not later than PyTorch's pass, as far as the caller's work goes, which is between calls:
-           before and behind the own work of a call are the same. */
+        /* Not later than PyTorch's pass. The caller's work is between calls, so a
+           gather before the own work of a call and one after it are equally early. */
         CHECK_EQ_INT(issue(&s, MOST_UNITS, span, issued, late), num);
         simple_overlap(&s, span, num, theirs);
         for (int g = 0; g < num; g++) {
@@ -408,8 +408,8 @@ TEST(plan_pass, ahead) { ahead(cases(LONG)); }
 
 /* ---- bucket --------------------------------------------------------------------------------------- */
 
-/* Items are runs of neighbours: every use of a member is next to one of each other, nothing is used
-   in between, and they gather alike. */
+/* Items are runs of neighbours: each use of a member is next to a use of every other member, no
+   other unit is used in between, and all members gather in the same way. */
 static void buckets(int programs) {
     uint64_t seed = h_seed() + 4;
     int joined = 0;
@@ -515,7 +515,7 @@ static void check_places(const fsdpi_plan_tape *t, const fsdpi_plan_listing *l, 
     }
     CHECK(l->bytes >= bound + lasting && l->bytes >= l->bound && l->bound >= bound + lasting);
 }
-/* What pools need: of each size as many as are held at once. */
+/* Returns the bytes that pools need: for each size, the most slots in use at once. */
 static int64_t pools_of(const fsdpi_plan_tape *t) {
     int64_t bytes = 0;
     for (int i = 0; i < t->num_uses; i++) {
@@ -576,12 +576,12 @@ static void places(int programs) {
         CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES, 0));
         (glues ? check_apart : check_places)(&t, &l, n);
         const int64_t pools = pools_of(&t);
-        int lasts = 0; /* what lasts has memory of its own, pools share it with what was before */
+        int lasts = 0; /* a slot that lasts has its own memory; pools share it */
         for (int i = 0; i < t.num_uses; i++) lasts |= t.uses[i].to >= t.num_ops;
         CHECK(glues || lasts || l.bytes <= pools);
         saved += !glues && l.bytes < pools;
         exact += !glues && l.bytes == l.bound;
-        if (glues) { /* lives of one piece are those of its longest part */
+        if (glues) { /* adjacent uses live as long as the longest of them */
             for (int i = t.num_uses - 1; i >= 0; i--) {
                 const int next = t.uses[i].glue;
                 if (next < 0) continue;
@@ -608,8 +608,8 @@ static void places(int programs) {
 }
 TEST(plan_pass, places) { places(cases(LONG)); }
 
-/* Places of the arena are taken if they save more than 5 % of what pools have. Two small uses of one
-   and the other size, which do not meet, beside one that meets both. */
+/* The arena's places are used if they save more than 5 % of the pools' bytes. Two small uses of
+   different sizes, whose lives do not overlap, and one use whose life overlaps both. */
 TEST(plan_pass, places_that_are_worth_it) {
     static const struct {
         int64_t bytes[3], taken;
@@ -641,7 +641,7 @@ TEST(plan_pass, places_that_are_worth_it) {
 
 enum { MODEL_UNITS = 6, MODEL_CALLS = 64, TEXT = 256 };
 
-/* What a unit has that others do not have. */
+/* The property in which a unit differs from the others. */
 enum {
     OWN_NOTHING,
     OWN_FACTOR,
@@ -656,7 +656,7 @@ enum {
 
 typedef struct program { /* a model, and the calls of its step */
     int num_units, num_calls;
-    int64_t rows[MODEL_UNITS];                                     /* of a matrix with 16 columns */
+    int64_t rows[MODEL_UNITS];                                     /* matrices have 16 columns */
     int never[MODEL_UNITS], frozen[MODEL_UNITS], own[MODEL_UNITS]; /* OWN_* */
     fsdp_dtype dtype[MODEL_UNITS];
     struct {
@@ -664,7 +664,7 @@ typedef struct program { /* a model, and the calls of its step */
     } calls[MODEL_CALLS];
     fsdp_model_desc model;
     int size, async, ddp, sliced; /* sliced: the model is on half of the ranks */
-    int refused;                  /* 1 + the unit for which it goes by calls */
+    int refused;                  /* 1 + the unit for which it stays eager */
     int watched;
 } program;
 
@@ -830,7 +830,7 @@ static const char *order_of(const planned *x, int kind, int brackets) {
     return text[which];
 }
 
-/* A reduction is behind the last write of the gradients that it reads. */
+/* Checks that gradients are written before each reduction that reads them. */
 static void check_producers(const planned *x) {
     const fsdpi_plan_listing *l = &x->kind->listing;
     int wrote[MODEL_UNITS], reduced[MODEL_UNITS];
@@ -874,7 +874,7 @@ static program random_program(uint64_t *seed) {
     return g;
 }
 
-/* One pass alone, and all of them: what each leaves as it is. */
+/* Makes plans with no pass, all passes and one pass, and checks what each leaves as it is. */
 static void whole_plans(int programs) {
     uint64_t seed = h_seed() + 6;
     int less = 0, joined = 0, smaller = 0, once = 0;
@@ -909,8 +909,8 @@ static void whole_plans(int programs) {
         for (int k = 0; k < 2; k++) {
             const uint64_t was = k ? calls.reduce_bytes[0] : calls.gather_bytes[0];
             const uint64_t now = k ? x.report.reduce_bytes[1] : x.report.gather_bytes[1];
-            /* A gradient that waits is kept in the dtype of the reduction. If the backend casts in
-               the collective, those that are joined so read f32 where calls read bf16. */
+            /* An unreduced gradient is kept in the dtype of the reduction. If the backend casts in
+               the collective, bucketed gradients are read in f32; the eager step reads bf16. */
             const int wider = k && g.model.param_dtype == FSDP_BF16 && x.report.buckets > 0;
             W_CHECK(now == was || (wider && now > was && now <= 2 * was),
                     "%s read %llu bytes, by calls %llu; %s, by calls %s",
@@ -929,7 +929,7 @@ static void whole_plans(int programs) {
         planned_end(&x);
 
         d.without = ALL_PASSES & ~(1u << FSDP_PASS_ARENA);
-        plan_program(&x, &g, &d); /* no record is another one; never more memory */
+        plan_program(&x, &g, &d); /* the same ops; never more memory */
         W_CHECK(x.report.bytes[1] <= calls.bytes[1] && x.report.bytes[1] >= x.report.bound,
                 "%lld bytes", (long long)x.report.bytes[1]);
         W_CHECK(!strcmp(order_of(&x, FSDP_OP_ALL_GATHER, 0), gathers), "order");
@@ -1022,14 +1022,14 @@ TEST(plan_pass, bucketing) {
     g = program_of("012"); /* one that trains nothing is not reduced */
     g.frozen[1] = 1;
     CHECK_EQ_STR(joined(&g, FSDP_OP_REDUCE_SCATTER), "20");
-    g = program_of("012"); /* replicas alone: nothing is gathered, all is reduced at once */
+    g = program_of("012"); /* only replicas: nothing is gathered, all is reduced at once */
     g.ddp = 1;
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_REDUCE), "[210]");
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "");
 }
 
-/* A joined collective agrees with none that has other members: so it is told where one rank follows
-   the plan and another one does not. */
+/* A bucketed collective agrees only with one that has the same members: so a difference is found if
+   one rank follows the plan and another one does not. */
 TEST(plan_pass, joined_agree_on_all_members) {
     enum { PLANS = 3 };
     static const int64_t bucket[PLANS] = {-1, 1025, 0};
@@ -1055,8 +1055,8 @@ TEST(plan_pass, joined_agree_on_all_members) {
     }
 }
 
-/* What units do not share, and what the user does for a unit: it is not joined. Where the planner has
-   its gathers, they are kept, and issued ahead. */
+/* A unit's own settings, and the user's hooks for it, limit what is bucketed. If the planner has
+   the unit's gathers, it keeps and prefetches them. */
 static const struct {
     const char *name;
     int own;
@@ -1094,7 +1094,7 @@ TEST_P(plan_pass, not_joined, singles) {
     planned_end(&example);
 }
 
-/* The proof knows the groups of the model's mesh: a model with others goes by calls. */
+/* The proof knows only the groups of the model's mesh: a model with other groups stays eager. */
 static const struct {
     const char *name;
     int own, sliced;

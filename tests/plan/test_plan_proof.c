@@ -43,10 +43,10 @@ static const char *const mutations[] = {
 typedef struct {
     int tried[M_COUNT], found[M_COUNT], defects;
     const char *text;
-    uint64_t means; /* what the checker says of the text */
+    uint64_t means; /* the checker's hash of the text */
 } lab_bench;
 
-/* A text that was damaged: refuted or refused; else the checker says that it does the same. */
+/* Checks that a damaged text is refused or refuted, or that it computes the same by the checker. */
 static void examine(lab_bench *m, int kind, const texts_lines *t, int mends, const char *what) {
     char *text = texts_join(t, mends), why[200];
     fsdp_plan_proof p;
@@ -131,7 +131,7 @@ static void collective_on_another_stream(lab_bench *m) {
     texts_free(t);
 }
 
-/* A line of ops and what comes next, in the same call or in the call behind. */
+/* Exchanges each line of an op with the next one, in the same call or in the next call. */
 static void exchanged(lab_bench *m) {
     texts_lines *t = texts_split(m->text);
     for (int i = 0; i + 1 < t->num; i++) {
@@ -140,7 +140,7 @@ static void exchanged(lab_bench *m) {
         if (!texts_is_op(line)) continue;
         while (next < t->num && texts_is(t->at[next], "  ") && !texts_is_op(t->at[next])) next++;
         if (next + 1 >= t->num) continue;
-        if (texts_is(t->at[next], "call ")) /* behind its decisions */
+        if (texts_is(t->at[next], "call ")) /* after its decisions */
             while (next + 1 < t->num && texts_is(t->at[next + 1], "  ") &&
                    !texts_is_op(t->at[next + 1]))
                 next++;
@@ -209,7 +209,7 @@ static void other_numbers(lab_bench *m) {
         if (texts_is(line, "bytes ")) at = line + 6, count = 1;
         if (op) {
             at = strrchr(line, '\'');
-            at = strchr(strchr(at, ' ') + 1, ' ') + 1; /* behind the stream */
+            at = strchr(strchr(at, ' ') + 1, ' ') + 1; /* after the stream */
             count = strstr(line, " use ") ? 0 : 2;
         }
         for (int n = 0; n < count; n++, at = strchr(at, ' ') + 1)
@@ -231,8 +231,8 @@ static int call_of(const texts_lines *t, int line) {
     return line;
 }
 
-/* Every all_gather behind the next call of its unit that reads; every release of parameters before
-   the last call that needs them. */
+/* Moves each all_gather after the next call of its unit that reads, and each release of parameters
+   before the last call that needs them. */
 static void moved(lab_bench *m) {
     texts_lines *t = texts_split(m->text);
     for (int i = 0; i < t->num; i++) {
@@ -254,7 +254,7 @@ static void moved(lab_bench *m) {
             while (to + 1 < t->num && texts_is(t->at[to + 1], "  ") && !texts_is_op(t->at[to + 1]))
                 to++;
             if (to + 1 >= t->num) continue;
-            texts_move(t, i, to); /* into the call behind */
+            texts_move(t, i, to); /* into the next call */
             examine(m, M_LATE, t, 1, line);
             texts_move(t, to, i);
         } else {
@@ -381,7 +381,7 @@ static const struct {
                                                    "  release 'b' slot 0 COMPUTE\n"
                                                    "call 4 finalize_backward\n" END,
      "proven: 12 ops and 42 accesses in 3 walks, 64 bytes of 64"},
-    {"race", FSDP_PROOF_RACE, /* nobody waits until the caller has read */
+    {"race", FSDP_PROOF_RACE, /* no op waits until the caller has read */
      HEAD("2", "streams", "5", "64", "2 2", "4 4", "64 64") UNITS
      "slot 0 gather at 0 bytes 64\n"
      "call 0 pre_forward 'a'\n"
@@ -395,7 +395,7 @@ static const struct {
                                                    "call 4 finalize_backward\n" END,
      "call 2 pre_forward 'b': op 5 all_gather 'b' on GATHER writes slot 0 [0, 64)\n"
      "call 1 post_forward 'a': the caller on COMPUTE has read it last, and no event lies between"},
-    {"memory", FSDP_PROOF_MEMORY, /* both at a time in one place */
+    {"memory", FSDP_PROOF_MEMORY, /* both at once, in overlapping memory */
      HEAD("2", "streams", "5", "128", "2 2", "4 4", "64 64") UNITS
      "slot 0 gather at 0 bytes 64\n"
      "slot 1 gather at 32 bytes 64\n"
@@ -440,7 +440,7 @@ static const struct {
      "call 2 pre_forward 'b': op 5 all_gather 'b' on REDUCE runs on group0\n"
      "call 0 pre_forward 'a': op 1 all_gather 'a' on GATHER is of the same sort, and nothing "
      "orders the two on all ranks"},
-    {"next_step", FSDP_PROOF_RACE, /* of a kind with a slot that lasts: found in the second walk */
+    {"next_step", FSDP_PROOF_RACE, /* a slot lasts: found in the second walk */
      HEAD("2", "streams", "5", "128", "1 1", "3 3", "32 32") UNITS
      "slot 0 gather at 0 bytes 64\nslot 1 grad lasts bytes 64\n"
      "call 0 pre_forward 'a'\n"
@@ -481,7 +481,7 @@ static const struct {
                                                                 "call 2 finalize_backward\n" END,
      "call 0 pre_backward 'a': op 0 acquire 'a'\n"
      "the slot is too small for 'a' slot 0"},
-    {"beyond_the_arena", FSDP_PROOF_MEMORY, /* of 64 bytes; the others last */
+    {"beyond_the_arena", FSDP_PROOF_MEMORY, /* the arena has 64 bytes; the others last */
      HEAD("2", "streams", "5", "128", "1 1", "2 2", "32 32") UNITS
      "slot 0 gather at 1 bytes 64\nslot 1 grad lasts bytes 64\n"
      "call 0 pre_forward 'a'\n"
@@ -543,7 +543,7 @@ TEST_P(plan_proof, counterexample, counters) {
         CHECK_EQ_INT(brute_judge(row->text, why, sizeof why) != 0, row->refuted == FSDP_PROOF_OK);
 }
 
-/* A head that says of a unit that its gradients have no elements, and a line that moves some. */
+/* The head says that a unit's gradients have no elements, but a line moves some. */
 TEST(plan_proof, head_of_gradients) {
     fsdp_plan_desc d = FSDP_ZERO;
     plan_net n = plan_chain(2, 8, 4);
@@ -562,8 +562,8 @@ TEST(plan_proof, head_of_gradients) {
     free(text), free(edited);
 }
 
-/* The caller writes gradients as soon as pre_backward has returned: not before the slot is free. That
-   the unit's post_backward is missing does not hide it. */
+/* The caller writes gradients once pre_backward has returned, so the slot must be free by then. The
+   proof finds this even if the unit's post_backward is missing. */
 TEST(plan_proof, gradients_are_written_at_once) {
     fsdp_plan_desc d = FSDP_ZERO;
     plan_net n = plan_chain(3, 8, 4);
@@ -576,7 +576,7 @@ TEST(plan_proof, gradients_are_written_at_once) {
     CHECK(zero > 0 && zero < post);
     snprintf(line, sizeof line, "%.*s'h.2'", (int)strlen(t->at[post]) - 5, t->at[post]);
     t->at[post] = line;
-    texts_move(t, zero, post + 1); /* behind its decision */
+    texts_move(t, zero, post + 1); /* after its decision */
     char *edited = texts_join(t, 1);
     const fsdp_plan_proof p = prove(edited);
     CHECK_MSG(p.refuted == FSDP_PROOF_RACE, "%s", p.text);

@@ -1,6 +1,6 @@
-/* test_plan_random.c - random models, random steps, and between them whatever a program may do: a
-   plan has the bits of steps by calls, nothing races, and no plan is refused but for a reason that
-   docs/plan.md names.
+/* test_plan_random.c - random models, random steps, and random events between them: a plan has the
+   bits of eager steps, nothing races, and the only reason for which a plan is refused is that the
+   program's steps differ.
 
        build/tests/test_plan_random --seed=7                                other programs
        PLAN_PROGRAM=123 build/tests/test_plan_random --filter=plan_random   one of them again
@@ -13,7 +13,7 @@ enum { STEPS = 12, MICRO = 24, FORMS = 3, RANKS = 8, LETTERS = 1400 };
 enum { INLINE, LANE, LANES, STREAMS, MODES };
 static const char *const mode_names[MODES] = {"inline", "1_lane", "2_lanes", "streams"};
 
-/* What a program does before a step. */
+/* Events before a step. */
 enum {
     NOTHING,
     FREEZE,  /* or thaw */
@@ -22,12 +22,12 @@ enum {
     LAST,    /* is_last_backward, on or off */
     FORWARD, /* reshard_after_forward of a unit: always, or never */
     BACK,    /* reshard_after_backward, on or off */
-    KEEP,    /* no zero_grad behind the step */
+    KEEP,    /* no zero_grad after the step */
     LOOK,    /* an evaluation */
     RESET,
-    PAUSE,  /* and go on with the next step */
+    PAUSE,  /* for one step */
     FORGET, /* its plans */
-    EMPTY,  /* the step is nothing but finalize */
+    EMPTY,  /* the step is only finalize */
     HALF,   /* the step has no backward */
     EVENTS
 };
@@ -40,11 +40,11 @@ typedef struct program {
     fsdp_plan_desc desc;
     int size, mode, backward; /* backward: the first call of it */
     int num_steps, events[MICRO], arg[MICRO];
-    int starts[FORMS + 1]; /* of the calls of each form of a step */
+    int starts[FORMS + 1]; /* first call of each form of a step */
     int form[MICRO];
     int is_micro, last, back; /* steps are microbatches; these options follow their sync */
     int syncs[MICRO];
-    char words[LETTERS]; /* all of that, for the text of a failure */
+    char words[LETTERS]; /* all of the above, for the text of a failure */
 } program;
 
 static int one_in(uint64_t *seed, int n) { return lab_pick(seed, n) == 0; }
@@ -112,7 +112,7 @@ static void random_model(uint64_t *seed, program *g) {
               n->model.implicit_prefetch, n->sets);
 }
 
-/* A visit of a unit, and now and then a gather ahead, or an early reshard, of another one. */
+/* Adds a visit of a unit, and sometimes a prefetch or an early reshard of another one. */
 static void random_visit(uint64_t *seed, program *g, int unit, int backward, int outer) {
     plan_net *n = &g->net;
     const int other = lab_pick(seed, n->num_units);
@@ -140,7 +140,7 @@ static void random_calls(uint64_t *seed, program *g) {
     for (int i = 0; i < visits; i++) {
         order[i] = chain ? i % n->num_units : lab_pick(seed, n->num_units);
         if (outer && order[i] == 0) order[i] = n->num_units - 1;
-        if (outer && order[i] == 0) order[i] = -1; /* it is alone */
+        if (outer && order[i] == 0) order[i] = -1; /* there is no other unit */
         if (order[i] >= 0) random_visit(seed, g, order[i], 0, outer);
     }
     if (outer) plan_call(n, 0, FSDP_CALL_POST_FORWARD);
@@ -224,8 +224,8 @@ static void freeze(runner *x, int arg) {
     plan_bed *b = &x->b;
     const int u = arg % b->net->num_units, i = arg / 8 % b->net->num_params;
     const fsdp_status status = fsdp_set_requires_grad(b->unit[u], i, x->frozen[u][i]);
-    x->frozen[u][i] ^= status == FSDP_OK; /* else it would be trained in another dtype, or */
-    x->refused |= status == FSDP_ERR_INVALID_STATE; /* gradients wait: finalize tells it again */
+    x->frozen[u][i] ^= status == FSDP_OK; /* refused: its dtype would change, or */
+    x->refused |= status == FSDP_ERR_INVALID_STATE; /* gradients wait: finalize fails, too */
 }
 
 static void look(plan_bed *b, int u) {
@@ -312,7 +312,7 @@ static void run(fsdp_world *w, const program *g, int planned, plan_result *out) 
 
 typedef struct outcome {
     int replayed, refused, differ;
-    char why[200]; /* of the last one that was refused */
+    char why[200]; /* from the last program that was refused */
 } outcome;
 typedef struct job {
     program g;
@@ -331,7 +331,7 @@ static void body(fsdp_world *w, job *j, int rank) {
 }
 static void on_lanes(lab_rank *r) { body(r->w, (job *)r->arg, r->rank); }
 
-/* One program. */
+/* Runs one program eagerly and with a plan, compares them, and counts the result in *o. */
 static void try_program(uint64_t seed, void (*steps)(uint64_t *seed, program *g), outcome *o) {
     static sim s;
     job *j = (job *)lab_zeros(1, sizeof *j);

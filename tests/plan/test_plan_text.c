@@ -1,8 +1,8 @@
-/* test_plan_text.c - plans as texts: what is printed, and slots that texts show.
+/* test_plan_text.c - plans as texts: the printed text, and slots that texts show.
 
-   Golden texts: tests/golden/plan_*.txt. After a change of the format, or of what passes decide,
-   PLAN_GOLDEN=write build/tests/test_plan_text --filter=golden writes them anew, in the directory
-   in which they are; look at what has changed before you commit it.
+   Golden texts: tests/golden/plan_*.txt. After a change to the format, or to a pass's decisions,
+   PLAN_GOLDEN=write build/tests/test_plan_text --filter=golden writes them again, in their
+   directory; review the changes before you commit them.
 
    SPDX-License-Identifier: MIT */
 #include "plan_texts.h"
@@ -44,8 +44,8 @@ static void bed_steps(bed *d, int steps) {
     for (int i = 0; i < steps; i++) texts_sim_step(&d->s, &d->b, &d->out);
 }
 
-/* Names that a text cannot have as they are, in chains of units. `head`: what stands in the line of
-   the unit. A long name is cut, a name that is taken gets numbers until it is not. */
+/* Names that a text must change, in a chain of units. `head`: the name in the unit's line. A long
+   name is cut; a name that is already in use gets numbers until it is unique. */
 enum { LONG_NAME = 600, KEPT_NAME = 480 };
 static char long_names[3][LONG_NAME + 1];
 static const struct {
@@ -160,7 +160,7 @@ TEST_P(plan_text, golden, golden) {
     free(text), free(there);
 }
 
-/* A plan of ranks that are not there: made, proven, printed, and replayed by one of them. */
+/* A plan for 131072 ranks, of which one runs: it makes, prints, proves and replays the plan. */
 TEST(plan_text, many_ranks) {
     const plan_net n = plan_chain(34, 8, 4);
     for (int async = 0; async < 2; async++) {
@@ -187,7 +187,8 @@ TEST(plan_text, many_ranks) {
     }
 }
 
-/* So many kinds, recordings and replays; no step leaves; the first kind has slots that last. */
+/* Checks the numbers of step variants, recordings and replays, that no step left the plan, and that
+   only the first variant has slots that last. */
 static void check_lasting(const bed *d, const char *mode, int kinds, int recorded, int replayed) {
     fsdp_plan_report rep;
     snprintf(w_case, sizeof w_case, "%s: %s", mode, fsdp_plan_why(d->b.plan));
@@ -216,7 +217,7 @@ TEST(plan_text, slots_that_last) {
     }
 }
 
-/* Gradients that wait for the next microbatch, in a slot of a plan, when the model ends. */
+/* The model ends while unreduced gradients wait in a plan's slot for the next microbatch. */
 TEST(plan_text, gradients_wait_at_the_end) {
     plan_net n = plan_chain(3, 8, 4);
     for (int async = 0; async < 2; async++) {

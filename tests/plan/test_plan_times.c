@@ -1,5 +1,5 @@
-/* test_plan_times.c - what fsdp_plan_simulate says, beside numbers that follow on paper and beside
-   the clocks of tests/sim.h, which share no code with it. SPDX-License-Identifier: MIT */
+/* test_plan_times.c - the times of fsdp_plan_simulate, compared with numbers computed on paper and
+   with the clocks of tests/sim.h, which share no code with it. SPDX-License-Identifier: MIT */
 #include "plan_texts.h"
 
 enum { MS = 1000000 };
@@ -11,7 +11,7 @@ typedef struct {
     plan_net net;
     plan_result out;
     fsdp_world *w;
-    int64_t compute[PLAN_CALLS + 1]; /* behind each call */
+    int64_t compute[PLAN_CALLS + 1]; /* ns of compute after each call */
 } bed;
 static void bed_step(bed *d) {
     const plan_net *n = &d->net;
@@ -155,7 +155,7 @@ TEST(plan_times, thresholds) {
     bed_close(d);
 }
 
-/* Two kinds: the calls of one cannot be rehearsed with the options of the other. */
+/* Two step variants: the eager calls of one cannot be simulated with the options of the other. */
 TEST(plan_times, calls_of_another_kind) {
     plan_net n = plan_chain(2, 8, 4);
     fsdp_plan_times t, again;
@@ -184,7 +184,7 @@ static const struct {
     int async;
 } modes[] = {{"inline", 0}, {"streams", 1}};
 
-/* Where latency counts, joining pays; where bytes count, a joined gather is waited for as a whole. */
+/* If latency counts, bucketing pays. If bytes count, it does not: a use awaits the whole bucket. */
 TEST(plan_times, cost_of_joining) {
     plan_net n = plan_chain(8, 16, 16);
     int64_t work = 1088; /* as long as a gather of 2 x 136 x 4 bytes takes */
@@ -255,7 +255,7 @@ TEST_P(plan_times, cost_chooses, modes) {
     CHECK(row->async ? faster > 0 : 1);
 }
 
-/* Costs of a desc are checked, and copied: the list of work may go. */
+/* The costs of a desc are checked and copied: the caller may free compute_ns. */
 TEST(plan_times, cost_of_a_desc) {
     plan_net n = plan_chain(4, 16, 16);
     fsdp_plan_desc desc = FSDP_ZERO;
@@ -275,7 +275,7 @@ TEST(plan_times, cost_of_a_desc) {
     for (int i = 0; i < 3; i++) bed_step(d), bed_after(d);
     CHECK_EQ_INT(fsdp_plan_state(d->b.plan), FSDP_PLAN_REPLAYING);
     bed_close(d);
-    /* Ranks of a real world choose alike: else they would not agree. */
+    /* Ranks of a real world make the same choice; otherwise their plans would not agree. */
     const int64_t same = 1088;
     c.compute_ns = &same;
     for (int i = 0; i < 2; i++)
@@ -315,7 +315,7 @@ TEST(plan_times, bad_costs) {
 
 /* ---- the clocks of tests/sim.h --------------------------------------------------------------- */
 
-/* From a standstill: how long a step takes there. */
+/* Returns the ns of a step on the clocks of tests/sim.h, with all streams idle at its start. */
 static int64_t measured(bed *d) {
     int64_t begin = sim_end(&d->s);
     for (int a = 0; a < SIM_ACTORS; a++) d->s.now[a] = begin;
