@@ -114,7 +114,7 @@ errors: ## ids, statuses and texts in docs/errors.md, from the sources
 floors: ## docs/floors.svg, which file stands on which
 	tools/floors -o docs/floors.svg
 plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
-	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
+	env -u FSDP_COMM_THREADS -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
 	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
 bench-report: ## docs/bench_*.svg and memory.svg, pictures of bench/results/*.csv
 	tools/bench_report --write

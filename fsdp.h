@@ -85,9 +85,9 @@ WORDS
     slot       a buffer of a pool. A unit holds one while it is gathered, and one in backward
     part       the parameters of a unit that share a stored dtype and a gathered dtype
     comm       one process group of a backend        op         one thing done, as a record
-    lane       a worker thread that runs collectives beside your thread
-    stream     an order in which ops run: a lane's, or that of a device's stream
-    inline     without lanes and streams: an op is done when the call returns
+    comm thread  a thread of the library that runs collectives while your thread computes
+    stream     an order in which ops run: a comm thread's, or that of a device's stream
+    inline     without comm threads and streams: an op is done when the call returns
     dtype      FSDP_F32 FSDP_F64 FSDP_F16 FSDP_BF16; frozen parameters also FSDP_U8 FSDP_I8 ...
                FSDP_DTYPE_KEEP (0): as the comment of the field says
 
@@ -138,8 +138,8 @@ MISTAKES
     parameter or a gradient beyond its end, before pre_* or after post_*. Without it
     fsdp_model_desc.debug fills what you gave back with NaN. Neither sees a program that writes a
     parameter, runs past its end into the next one, or writes a shard while a gather reads it or,
-    with lanes, a gradient while the reduction does. On one rank gradients are written to the shards
-    themselves: look for mistakes with two ranks. A pointer that you kept is not seen where its
+    with comm threads, a gradient while the reduction does. On one rank gradients are written to
+    the shards themselves: look for mistakes with two ranks. A pointer that you kept is not seen where its
     memory is in use again: with AddressSanitizer after four uses of a slot, or after one beside a
     plan or fsdp_replicate.
     Dtypes: with param_dtype FSDP_BF16 parameters and gradients are no floats. fsdp_data_f32,
@@ -158,8 +158,8 @@ ENVIRONMENT
                       the launcher's variables. Other worlds need fsdp_world_desc.job
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME FSDP_GLOO_NEAR   jobs on several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000; on GPUs 600000
-    FSDP_LANES        0: inline. 1 or 2: so many worker threads run collectives. Default: over Gloo
-                      1 or 2 if ranks are on several hosts, else 0; fsdp_model_describe says which
+    FSDP_COMM_THREADS 0: inline. 1 or 2: the number of comm threads. Default: over Gloo 1 or 2 if
+                      ranks are on several hosts, otherwise 0; fsdp_model_describe says which
     FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_FLIGHT_RECORD  a directory: each rank keeps its last operations in a file there, which
                       outlives the process: docs/observability.md
@@ -181,22 +181,22 @@ MEMORY
     The library allocates shards, their gradients, and slots. A rule that no timing influences
     gives the number of slots, so memory is the same on every rank and in every run.
     fsdp_model_predict tells it to the byte before anything is allocated. From the third step on a
-    step allocates nothing. Inline there is one slot for each size of unit. With lanes or streams
-    there are two, if two can be in use at a time. If units stay open around others, there are more.
+    step allocates nothing. Inline there is one slot for each size of unit. With comm threads or
+    streams there are two, if two can be in use at a time. If units stay open around others, there are more.
 
 THREADS AND ORDER
     One thread at a time uses a world and all that is made from it. Worlds are independent; if a
     process has several open at a time, give each a name of its own (fsdp_world_desc.job). The
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
-    sides in the text; if they wait in different groups, as with two lanes or HSDP, they may get
-    FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world returns
+    sides in the text; if they wait in different groups, as with two comm threads or HSDP, they may
+    get FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world returns
     FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
 
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. On
-    one number of ranks the bits are the same for every run, number of lanes, layout, threads or
-    processes, and for all compiler flags (-Ofast included). NCCL sums in an order of its own.
+    one number of ranks the bits are the same for every run, number of comm threads, layout, ranks
+    as threads or processes, and for all compiler flags (-Ofast included). NCCL sums in an order of its own.
 
 STREAMS AND GPUS
     -DFSDP_BACKEND_NCCL builds the same program for GPUs: docs/gpu.md. A call returns when its work
@@ -509,9 +509,9 @@ typedef struct fsdp_world_desc {
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
     int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
-    int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
-                              // 0: FSDP_LANES, else as docs/cluster.md says: lanes over Gloo if
-                              // ranks are on several hosts, else inline
+    int32_t comm_threads;     // 1 or 2: threads that run collectives. -1: inline.
+                              // 0: FSDP_COMM_THREADS, otherwise as docs/cluster.md says: over Gloo
+                              // comm threads if ranks are on several hosts, otherwise inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, and no other world's. NULL: that of the
@@ -740,7 +740,7 @@ enum {
 
 // Values of implicit_prefetch: in pre_backward start to gather the unit whose forward came before.
 enum {
-    FSDP_PREFETCH_DEFAULT = 0, // if lanes or streams can hide it
+    FSDP_PREFETCH_DEFAULT = 0, // if comm threads or streams can hide it
     FSDP_PREFETCH_ALWAYS = 1,  // inline, too: PyTorch's sequence of events
     FSDP_PREFETCH_NEVER = -1
 };
@@ -788,7 +788,7 @@ typedef struct fsdp_param_view fsdp_param_view;
 
 /* A gather extension gathers something else than a parameter's shard: up to four byte strings of
    each rank, for example quantised values and their scales. The library calls it in the order of
-   the unit's gathers: at once, in a worker thread with lanes, or on a device with streams to
+   the unit's gathers: at once, in a comm thread, or on a device with streams to
    enqueue work on `stream`. If a function fails, the world is aborted. Source: torch:
    fsdp_pre_all_gather, fsdp_post_all_gather. */
 enum { FSDP_GATHER_TENSORS = 4 };
@@ -1057,7 +1057,7 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
 /* fsdp_pre_backward - gather the unit's parameters again. fsdp_grad is zero or holds gradients of
-   earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
+   earlier microbatches. With comm threads or streams it starts to gather the unit before it
    Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
                backward); OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use
@@ -1067,7 +1067,7 @@ FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit);
 /* fsdp_post_backward - you have finished writing gradients. It frees the parameters. If gradient
    sync is on, it averages gradients over the ranks and adds them to the shards' gradients
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
-   Collective  yes      Blocks inline: until reduced; with lanes or streams: no
+   Collective  yes      Blocks inline: until reduced; with comm threads or streams: no
    Allocates   at its first use      Source torch: FSDPParamGroup.post_backward, foreach_reduce */
 FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 
@@ -1278,9 +1278,9 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    Allocates   tables; the rest at the next call      Source torch: Module.to(dtype) */
 FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
 
-/* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes, or on
-   a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
-   functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
+/* Hooks of a unit. They run where its reductions run: at once, in a comm thread, or on a device with
+   streams to enqueue work on `stream`. In a comm thread a hook must not call functions that take
+   the world, the model or a unit. If a hook does not return FSDP_OK, the world
    is aborted with its status.
    fsdp_set_all_reduce_hook   gets the summed gradients before they are divided (in f16: after, if
                               the backend divides), after the all-reduce of HSDP: numel elements of
@@ -1342,8 +1342,8 @@ FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit);
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Ops are data: everything that a call does is an op record. An observer sees this record, a lane
-   queues it, ranks compare what they derive from it, and error texts are made of it.             */
+/* Ops are data: everything that a call does is an op. An observer sees it, a comm thread queues it,
+   ranks compare signatures that derive from it, and error texts are made of it. */
 
 #define FSDP_OP_LIST(X)                                                                           \
     X(COPY, "copy")                   /* 2-D blocks: cast, scale, accumulate */                   \
@@ -1408,7 +1408,8 @@ enum {
     FSDP_STREAM_COUNT
 };
 
-// A point in a stream's order. With lanes: its seq-th op; on a device: its seq-th mark. 0: none.
+// A position in a stream's order. With comm threads: its seq-th op; on a device: its seq-th mark.
+// 0: none.
 typedef struct fsdp_event {
     uint64_t seq;
     int32_t stream; // FSDP_STREAM_*

@@ -404,8 +404,9 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
                than 1, uneven parts without room for padding
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (begun and not waited for); collective errors,
                which abort the world
-   Collective  yes: every rank of dm's mesh, same order      Blocks inline and with lanes: until
-               done; else no      Source torch: DTensor.redistribute */
+   Collective  yes: every rank of dm's mesh, same order
+   Blocks      inline and with comm threads: until done; otherwise no
+   Source      torch: DTensor.redistribute */
 FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src);
 
 /* fsdp_redistribute_begin - the same beside your stream, if dm has overlap; else as
@@ -414,8 +415,8 @@ FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const 
                begun, it does nothing
    Result      as fsdp_redistribute
    Collective  begin: yes, every rank of dm's mesh, same order. wait: no
-   Blocks      begin: no, but inline until done. wait: with lanes until done; else no
-   Allocates   no, but the first one on the extensions' stream: a worker thread with lanes
+   Blocks      begin: no, but inline until done. wait: with comm threads until done; otherwise no
+   Allocates   no, but the first one on the extensions' stream: a comm thread
    Source      torch: redistribute(async_op=True), AsyncCollectiveTensor.wait */
 FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src);
 FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r);

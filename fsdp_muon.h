@@ -129,7 +129,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_create(fsdp_model *model, const f
    Result      FSDP_OK; as fsdp_adamw_step; collective errors, after which the world has ended. If
                one rank has no memory, the others wait for it until their time is over
    Collective  yes: every rank of the mesh; after a freeze or thaw as fsdp_muon_create
-   Blocks      inline and with lanes: for the ranks that send, at most timeout_ms; on streams: no
+   Blocks      inline and with comm threads: for the ranks that send, at most timeout_ms; on
+               streams: no
    Allocates   no; the first step after a freeze or thaw does      Source torch: Muon.step */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr);
 

@@ -73,8 +73,8 @@ typedef struct fsdp_plan_desc {
     uint32_t size, start_canary;
     uint32_t without, with;     // 1u << FSDP_PASS_*: left out; taken although off by default
     int32_t warm_up;            // steps before the one that is recorded; 0: 1
-    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams,
-                                // none inline, where an earlier one hides nothing; -1: none
+    int32_t ahead;              // gathers under way before their use. 0: 1 with comm threads or
+                                // streams, none inline, where it would hide nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
     int64_t most_bytes;         // of the slots of one kind of step; 0: what steps by calls hold, at

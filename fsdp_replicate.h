@@ -36,9 +36,9 @@
    HOW IT WORKS
      A bucket is a unit of fsdp.h that replicates and does not shard. So all that fsdp.h says about
      units holds: mixed precision, gradient accumulation (fsdp_set_requires_gradient_sync), frozen
-     and unused parameters, clipping, optimizers, hooks, lanes and streams. If one all-reduce for
-     each layer is enough, you do not need this header: give fsdp_fully_shard a mesh_info of the
-     kind FSDP_MESH_INFO_DDP.
+     and unused parameters, clipping, optimizers, hooks, comm threads and streams. If one all-reduce
+     for each layer is enough, you do not need this header: give fsdp_fully_shard a mesh_info of
+     the kind FSDP_MESH_INFO_DDP.
      fsdp_replicate_grad points into the bucket's message: without a change of dtype nothing is
      copied into it.
    ORDER OF REDUCTIONS
@@ -257,8 +257,8 @@ typedef fsdp_status (*fsdp_replicate_hook)(void *user, const fsdp_replicate_buck
                collectives on comm: copies of coll with another kind, count, src or dst, inside the
                message or in memory of ops->alloc. All ranks have to run the same ones. One rank
                never calls it. NULL: none
-   Runs        where reductions run: at once, in a worker thread with lanes, or on a device with
-               streams to enqueue work. If it returns a failure, the world is aborted with it
+   Runs        where reductions run: at once, in a comm thread, or on a device with streams to
+               enqueue work. If it returns a failure, the world is aborted with it
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
    Collective  as fsdp_model_commit at the first use; then no, but every rank has to do the same
    Blocks      for operations under way      Allocates as commit

@@ -1544,9 +1544,9 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, con
 static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     fsdp_status status = fsdpi_local_find(&c->base, &w->hosts);
-    if (!status && w->hosts.lanes) {
-        w->base.base.caps.default_lanes = w->hosts.lanes;
-        w->base.base.caps.because = w->hosts.lanes == 1
+    if (!status && w->hosts.comm_threads) {
+        w->base.base.caps.default_comm_threads = w->hosts.comm_threads;
+        w->base.base.caps.because = w->hosts.comm_threads == 1
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }

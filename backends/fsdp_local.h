@@ -45,7 +45,7 @@ typedef struct fsdpi_local_world {
 typedef struct fsdpi_local_hosts {
     uint8_t ticket[FSDPI_LOCAL_TICKET]; // a secret name of the worlds of shared memory
     int32_t first[FSDPI_MAX_SRCS];      // by rank: the first rank that shares memory with it
-    int32_t lanes;                      // default number of worker threads; 0: no default
+    int32_t comm_threads;                      // default number of worker threads; 0: no default
 } fsdpi_local_hosts;
 
 // The facts that a rank publishes in the store.
@@ -183,7 +183,7 @@ static fsdp_status fsdpi_local_late(fsdpi_comm *c, int rank) {
 /* Returns the default number of worker threads. Across hosts the caller can compute while bytes
    travel: one thread, and a second one if a core is free for it. Within a host there are none,
    since no call waits for a network. */
-static int fsdpi_local_lanes(const fsdpi_local_shown *all, int size) {
+static int fsdpi_local_comm_threads(const fsdpi_local_shown *all, int size) {
     int are_several = 0, have_cores = 1;
     for (int k = 0; k < size; k++) {
         int ranks = 0;
@@ -212,7 +212,7 @@ static fsdp_status fsdpi_local_sort(fsdpi_comm *c, fsdpi_local_hosts *hosts) {
         for (hosts->first[k] = 0; !status && !fsdpi_local_share(all, hosts->first[k], k);)
             hosts->first[k]++;
     }
-    if (!status) hosts->lanes = fsdpi_local_lanes(all, c->size);
+    if (!status) hosts->comm_threads = fsdpi_local_comm_threads(all, c->size);
     fsdpi_free(&c->boot->allocator, all);
     if (status) return status;
     if (!fsdpi_random(hosts->ticket, sizeof hosts->ticket)) return FSDP_ERR_BACKEND;

@@ -1658,7 +1658,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
                               0x7FFFFFFF);
     call->rank = g->index < 0 ? 0 : g->index;
     call->config = fsdpi_nccl_config(w, call, g->name ? g->name : "group",
-                                     g->lane == FSDP_STREAM_GATHER);
+                                     g->stream == FSDP_STREAM_GATHER);
     fsdp_status status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
     fsdpi_free(&fsdpi_nccl_heap, none.made_by);
     if (status && !child) fsdpi_copy_name(base->error, sizeof base->error, none.base.error);
@@ -1682,7 +1682,7 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
                            "[E837] this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER "
                            "asks for: buffers are registered in a lesser way, or not");
         if (w->version >= 22602 && c->base.size > 1 && c->base.boot->rank == 0 &&
-            c->base.world->caps.lanes > 1 && !fsdpi_env(FSDPI_NCCL_ORDER) &&
+            c->base.world->caps.comm_threads > 1 && !fsdpi_env(FSDPI_NCCL_ORDER) &&
             !FSDPI_NCCL_CONFIGURES(w->version))
             fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
                            "[E838] two communicators can wait for each other's room on the GPU: "
@@ -1755,7 +1755,7 @@ static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
     fsdpi_text error = {text, sizeof text, 0};
     int checks = 0;
     fsdp_status status = fsdpi_env_int("FSDP_NCCL_CHECK", 0, 1, &checks, &error);
-    if (!status) status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.lanes, &error);
+    if (!status) status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.comm_threads, &error);
     if (!status) status = fsdpi_env_int("FSDP_NCCL_REGISTER", 0, 2, &w->registers, &error);
     w->warms_up = 1;
     if (!status) status = fsdpi_env_int("FSDP_NCCL_WARM_UP", 0, 1, &w->warms_up, &error);

@@ -237,7 +237,7 @@ static int step_table(FILE *csv, step_job *j) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
     int failed = 0;
-    world.lanes = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->lanes ? j->lanes : -1;
     desc.world = &world;
     desc.num_ranks = j->world;
     memset(j->out, 0, STEP_WAYS * sizeof *j->out);

@@ -313,7 +313,7 @@ typedef struct {
 static int run(job *j) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
-    world.lanes = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->lanes ? j->lanes : -1;
     desc.world = &world;
     desc.num_ranks = j->ranks;
     return fsdp_spawn(&desc, rank_main, j) != FSDP_OK; // the reason has been logged

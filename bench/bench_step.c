@@ -395,7 +395,7 @@ typedef struct {
 static int run(job *j, int plain) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
-    world.lanes = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->lanes ? j->lanes : -1;
     desc.world = &world;
     desc.num_ranks = j->world;
     j->plain = plain;

@@ -218,7 +218,7 @@ H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const ch
     d.world_size = world;
     d.threads = threads;
     d.job = job;
-    d.lanes = lanes ? lanes : -1;
+    d.comm_threads = lanes ? lanes : -1;
     d.timeout_ms = 30000;
     d.logger.log = w_log;
     return d;

@@ -77,7 +77,7 @@ typedef struct sim {
     int null;       /* nothing is counted, and there are no clocks and no race checks */
     int threads;    /* worker threads of the host device: 0, 1, 2; the sim then only counts ops */
     int fused;      /* FSDP_CAP_FUSED_REDUCE */
-    int comm_lanes; /* fsdp_caps.lanes */
+    int comm_lanes; /* fsdp_caps.comm_threads */
     int all_to_all; /* the comm has all_to_all */
     int opaque;     /* the host cannot read device memory */
     int no_update;  /* the device has no function for updates */
@@ -473,7 +473,7 @@ SIM_FN fsdp_status sim_comm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_co
                   1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if (s->all_to_all) caps->kinds |= 1u << FSDP_OP_ALL_TO_ALL;
     caps->flags = s->fused ? FSDP_CAP_FUSED_REDUCE : 0;
-    caps->lanes = s->comm_lanes;
+    caps->comm_threads = s->comm_lanes;
     return sim_group_new(s, boot->size, boot->rank, world);
 }
 
@@ -679,7 +679,7 @@ SIM_FN fsdp_world *sim_open(sim *s) {
     fsdp_world_desc d = FSDP_ZERO;
     d.world_size = s->world_size;
     d.rank = s->rank;
-    d.lanes = s->threads ? s->threads : -1;
+    d.comm_threads = s->threads ? s->threads : -1;
     d.job = "sim";
     d.timeout_ms = 1000;
     d.log_level = FSDP_LOG_WARN;

@@ -46,7 +46,7 @@ typedef struct outcome {                           // bytes of one rank
 static struct {
     setting s;
     fsdp_dtype store, reduce;
-    int ranks, lanes, streams, search, before; // before: microbatches before the last one
+    int ranks, comm_threads, streams, search, before; // before: microbatches before the last one
     int64_t limit, reserve, activations;
     int optimizer; // index into optimizers
     int ema;
@@ -107,7 +107,7 @@ static fsdp_status make_model(run *x) {
     fsdp_mesh *made = NULL;
     x->fake.addresses = 1, x->fake.plain = want.streams; // a GPU has NCCL
     wd.world_size = s->replicas * s->shards * s->tp;
-    wd.lanes = want.lanes ? want.lanes : -1;
+    wd.comm_threads = want.comm_threads ? want.comm_threads : -1;
     wd.backend = "fake", wd.user = &x->fake, wd.log_level = FSDP_LOG_NONE;
     wd.device_ops = fsdp_fake_device_ops(want.streams);
     mesh.ndim = 3;
@@ -383,7 +383,7 @@ static int show(void) {
            want.s.replicas, want.s.shards, want.s.tp, fsdp_dtype_name(want.store),
            fsdp_dtype_name(want.s.param),
            want.streams ? "streams"
-           : want.lanes ? "lanes"
+           : want.comm_threads ? "comm threads"
                         : "inline");
     for (int p = 0; p < FSDP_POOL_COUNT; p++) line(fsdp_pool_name(p), o.memory.pool_bytes[p]);
     line("muon", o.muon);
@@ -430,7 +430,7 @@ static const struct known {
     {"--cpu-offload", "shards and gradients are in memory of the host", 'f', &want.s.offload},
     {"--streams", "a GPU with NCCL; default inline", 'f', &want.streams},
     {"--no-sync", "N microbatches before the last one are not reduced", 'n', &want.before},
-    {"--lanes", "1 or 2 worker threads run collectives", 'n', &want.lanes},
+    {"--comm-threads", "1 or 2 threads run collectives", 'n', &want.comm_threads},
     {"--limit", "bytes of a device, as 80GiB or 80GB", 'b', &want.limit},
     {"--reserve", "bytes of it that others need", 'b', &want.reserve},
     {"--activations", "bytes of yours: they are not guessed", 'b', &want.activations},

@@ -255,7 +255,7 @@ static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_pl
     fake.addresses = 1, fake.plain = h->plain;
     wd.backend = "fake", wd.user = &fake, wd.log_level = FSDP_LOG_NONE;
     wd.device_ops = fsdp_fake_device_ops(streams), wd.world_size = h->shards * h->replicas;
-    wd.lanes = run == FSDP_RUN_LANES || o->overlaps ? 2 : -1;
+    wd.comm_threads = run == FSDP_RUN_THREADS || o->overlaps ? 2 : -1;
     fsdp_status status = fsdp_init(&wd, &w);
     if (!status) status = helps_model(h, o, w, &m, units);
     if (!status) status = fsdp_plan_create(m, NULL, &plan);
@@ -299,7 +299,7 @@ static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
     const int is_inline = h->rank->head.run == FSDP_RUN_INLINE;
     const helps_option always[] = {
         {"reshard_after_forward never on all units", -1, 0, 0, 0, 0, 0},
-        {is_inline ? "worker threads (FSDP_LANES=2)" : "forward prefetch of the next unit", 0,
+        {is_inline ? "worker threads (FSDP_COMM_THREADS=2)" : "forward prefetch of the next unit", 0,
          is_inline, !is_inline, 0, 0, 0},
         {"a plan (fsdp_plan_create)", 0, 0, 0, 1, 0, 0}};
     int num = 0;

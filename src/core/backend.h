@@ -34,7 +34,8 @@ typedef struct fsdp_boot {
 
 // A new process group. color < 0: this rank is not in it, but makes the call, too.
 typedef struct fsdp_group {
-    int color, index, size, lane; // index: this rank's place, or -1; lane: the FSDP_STREAM_* for it
+    int color, index, size; // index: this rank's place, or -1
+    int stream;             // FSDP_STREAM_* that will use the group
     const int32_t *ranks;         // [size], world ranks in the group's order
     const char *name;
 } fsdp_group;
@@ -44,9 +45,9 @@ enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reductions cast, scale and accumulate, se
 typedef struct fsdp_caps {
     uint32_t kinds;      // bit 1u << FSDP_OP_*
     uint32_t flags;      // FSDP_CAP_*
-    int lanes;           // streams that may run collectives at the same time: 1 or more
-    int default_lanes;   // lanes if the caller gives no number; equal on all ranks. 0: inline
-    const char *because; // reason for default_lanes, a clause for texts ("as ..."); or NULL
+    int comm_threads;    // streams that may run collectives at the same time: 1 or more
+    int default_comm_threads; // if the caller gives no number; equal on all ranks. 0: inline
+    const char *because; // reason for default_comm_threads, a clause for texts ("as ..."); or NULL
     const int64_t *comm_bytes; // bytes of device memory that making all comms took; or NULL
 } fsdp_caps;
 

@@ -152,7 +152,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
                collective), OUT_OF_MEMORY; if the record runs at once, collective errors
    Collective  if the record is one: every rank of op->comm, same order, same what and count
    Blocks      inline: until done; else no
-   Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
+   Allocates   the first record on FSDP_STREAM_EXTENSION: with comm threads a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
@@ -252,7 +252,7 @@ FSDP_API int fsdp_world_has(const fsdp_world *world, int kind);
 FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 
 // How records run: at once, in worker threads, or on a device's streams.
-enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
+enum { FSDP_RUN_INLINE = 0, FSDP_RUN_THREADS, FSDP_RUN_STREAMS };
 
 /* fsdp_model_world - the world of a model; NULL for NULL
    fsdp_model_run_mode   - how the model's records run: FSDP_RUN_*
@@ -358,6 +358,7 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *sr
 // Names of version 0.1, until 0.3.
 #define FSDP_OP_USE         FSDP_OP_WAIT
 #define FSDP_OP_WROTE       FSDP_OP_GRADS_WRITTEN
+#define FSDP_RUN_LANES      FSDP_RUN_THREADS
 #define fsdp_buf_part       fsdp_buf_view
 #define fsdp_is_uneven      fsdp_has_uneven_inputs
 #define fsdp_lend           fsdp_lock_params

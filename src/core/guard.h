@@ -86,9 +86,9 @@ static inline void fsdpi_hold(const fsdp_model *m, fsdp_buf *buf) {
 // Returns 1 if the last op before the slot's release has run. Worker threads run ops later than
 // they are issued.
 static inline int fsdpi_is_given_back(const fsdp_model *m, const fsdp_buf *buf) {
-    const fsdpi_worker *lane = m->world->lanes[buf->avail.stream];
-    return !buf->avail.seq || !lane ||
-           (int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)buf->avail.seq) >= 0;
+    const fsdpi_worker *worker = m->world->workers[buf->avail.stream];
+    return !buf->avail.seq || !worker ||
+           (int32_t)(FSDPI_LOAD(&worker->done) - (uint32_t)buf->avail.seq) >= 0;
 }
 
 // Closes a slot of parameters or gradients, except for the parameters or gradients themselves if

@@ -138,7 +138,7 @@ static fsdp_status fsdpi_split(fsdp_world *w, fsdp_comm *parent, const fsdp_grou
 
 // Splits the world along a dim. If `size` is less than the dim's, it splits the dim's group into
 // groups of `size` neighbours.
-static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
+static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int stream,
                                     const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
     fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
@@ -147,7 +147,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, bytes);
     if (!members) return fsdpi_no_memory(w, "mesh: group", "", bytes);
     fsdpi_mesh_neighbours(mesh, dim, size, members);
-    fsdp_group group = {me < 0 ? -1 : members[0], me < 0 ? -1 : me % size, size, lane, members,
+    fsdp_group group = {me < 0 ? -1 : members[0], me < 0 ? -1 : me % size, size, stream, members,
                         name ? name : "mesh"};
     fsdp_status status = fsdpi_split(w, parent, &group, ++w->num_comms, out);
     fsdpi_free(&w->boot.allocator, members);
@@ -470,7 +470,7 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
             dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
-    if (own && w->mode != FSDP_RUN_INLINE && w->caps.lanes > 1)
+    if (own && w->mode != FSDP_RUN_INLINE && w->caps.comm_threads > 1)
         return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
     *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
     return FSDP_OK;

@@ -88,9 +88,9 @@ static void fsdpi_say_fsdpfit(const fsdp_model *m, fsdpi_text *t) {
     if (d->reshard_after_forward != FSDP_RESHARD_ALWAYS)
         fsdpi_text_add(t, " --reshard %d",
                        d->reshard_after_forward > 0 ? d->reshard_after_forward : 0);
-    if (w->mode == FSDP_RUN_LANES)
-        fsdpi_text_add(t, " --lanes %d",
-                       w->lanes[FSDP_STREAM_REDUCE] == w->lanes[FSDP_STREAM_GATHER] ? 1 : 2);
+    if (w->mode == FSDP_RUN_THREADS)
+        fsdpi_text_add(t, " --comm-threads %d",
+                       w->workers[FSDP_STREAM_REDUCE] == w->workers[FSDP_STREAM_GATHER] ? 1 : 2);
     if (w->mode == FSDP_RUN_STREAMS) fsdpi_text_add(t, " --streams");
     if (d->cpu_offload) fsdpi_text_add(t, " --cpu-offload");
 }
@@ -136,9 +136,9 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
         char what[100];
         snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
                  (long long)buf->bytes, fsdp_model_pool_name(m, buf->pool));
-        return fsdpi_alloc_failed(
-            m, status, (int64_t)buf->bytes, what,
-            shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+        return fsdpi_alloc_failed(m, status, (int64_t)buf->bytes, what,
+                                  shared ? w->comm_ops->error_text(w->comm)
+                                         : fsdpi_device_text(w, status));
     }
     buf->ptr = (char *)ptr;
     FSDPI_GUARD(fsdpi_close_room(w, buf));

@@ -20,10 +20,10 @@
 // Adds the run mode to a text, for fsdp_model_describe and the log.
 static void fsdpi_say_mode(fsdpi_text *t, const fsdp_world *w) {
     static const char *const texts[] = {"inline", "in a worker thread", "in two worker threads"};
-    int lanes = w->mode != FSDP_RUN_INLINE;
-    lanes += w->lanes[FSDP_STREAM_GATHER] != w->lanes[FSDP_STREAM_REDUCE];
+    int threads = w->mode != FSDP_RUN_INLINE;
+    threads += w->workers[FSDP_STREAM_GATHER] != w->workers[FSDP_STREAM_REDUCE];
     if (w->mode == FSDP_RUN_STREAMS) fsdpi_text_add(t, "on streams of %s", w->device_ops->name);
-    else fsdpi_text_add(t, "%s, %s", texts[lanes], w->mode_reason);
+    else fsdpi_text_add(t, "%s, %s", texts[threads], w->mode_reason);
 }
 
 // Returns the bytes of a unit's full parameters and gradients, in the dtypes that are stored.

@@ -1,4 +1,4 @@
-/* core/run.h - how records run: at once, in worker threads (lanes), on a device's streams;
+/* core/run.h - how records run: at once, in worker threads, on a device's streams;
    fsdpi_emit, the only door to them
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -114,20 +114,20 @@ static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_o
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: how op records run, inline or in worker threads, and events. A lane is one thread with a
-// FIFO of records; an event is a place in a lane's order. Invariants: records of one stream run in
+// Owns: how op records run, inline or in worker threads, and events. A worker is one thread with a
+// FIFO of records; an event is a place in a worker's order. Invariants: records of one stream run in
 // the order of issue. COMPUTE is the caller's own thread: its earlier work is done.
 
-#define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
+#define FSDPI_WORKER_OPS 64 // records in flight per worker; issuing one more waits
 
 struct fsdpi_worker {
     fsdp_world *world;
     pthread_t thread;
     uint64_t issued;             // records so far, from the caller's thread
     uint32_t head, done;         // published, finished; low 32 bits of counts
-    uint32_t asleep, waited_for; // the lane sleeps on head; another thread sleeps on done
+    uint32_t asleep, waited_for; // the worker sleeps on head; another thread sleeps on done
     uint32_t stop, is_here;
-    fsdp_op ring[FSDPI_LANE_OPS];
+    fsdp_op ring[FSDPI_WORKER_OPS];
 };
 
 // Why a call of the device table has failed.
@@ -205,73 +205,74 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
     return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
-// Waits until the lane has finished `seq` records: it spins for a short time, then sleeps.
-static void fsdpi_worker_wait(fsdpi_worker *lane, uint64_t seq) {
+// Waits until the worker has finished `seq` records: it spins for a short time, then sleeps.
+static void fsdpi_worker_wait(fsdpi_worker *worker, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
-        if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
+        if ((int32_t)(FSDPI_LOAD(&worker->done) - (uint32_t)seq) >= 0) return;
         fsdpi_pause();
     }
     for (;;) {
-        __atomic_store_n(&lane->waited_for, 1u, __ATOMIC_SEQ_CST);
-        uint32_t done = __atomic_load_n(&lane->done, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&worker->waited_for, 1u, __ATOMIC_SEQ_CST);
+        uint32_t done = __atomic_load_n(&worker->done, __ATOMIC_SEQ_CST);
         if ((int32_t)(done - (uint32_t)seq) >= 0) return;
-        fsdpi_futex_wait(&lane->done, done, 50000000, 0);
+        fsdpi_futex_wait(&worker->done, done, 50000000, 0);
     }
 }
 
-// Before a record of the lane `own` (NULL: of COMPUTE) runs: other lanes finish what it waits for.
+// Before a record of the worker `own` (NULL: of COMPUTE) runs: other workers finish what it waits for.
 static void fsdpi_worker_await(fsdp_world *w, const fsdpi_worker *own, fsdp_op *op) {
     const int timed = op->timed && op->num_waits;
     const int64_t reached = timed ? fsdpi_now(w) : 0;
     for (int i = 0; i < op->num_waits; i++) {
-        fsdpi_worker *other = w->lanes[op->wait[i].stream];
+        fsdpi_worker *other = w->workers[op->wait[i].stream];
         if (other && other != own) fsdpi_worker_wait(other, op->wait[i].seq);
     }
     if (timed) op->waited_ns = fsdpi_now(w) - reached;
 }
 
 static void *fsdpi_worker_main(void *arg) {
-    fsdpi_worker *lane = (fsdpi_worker *)arg;
-    fsdp_world *w = lane->world;
+    fsdpi_worker *worker = (fsdpi_worker *)arg;
+    fsdp_world *w = worker->world;
     uint32_t next = 0;
     fsdpi_pin_library();
-    FSDPI_STORE(&lane->is_here, 1u);
+    FSDPI_STORE(&worker->is_here, 1u);
     for (;;) {
-        for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();
-        while (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next) {
-            if (FSDPI_LOAD(&lane->stop)) return NULL;
-            __atomic_store_n(&lane->asleep, 1u, __ATOMIC_SEQ_CST);
-            if (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next && !FSDPI_LOAD(&lane->stop))
-                fsdpi_futex_wait(&lane->head, next, 50000000, 0);
-            __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
+        for (int spin = 0; spin < 200 && FSDPI_LOAD(&worker->head) == next; spin++) fsdpi_pause();
+        while (__atomic_load_n(&worker->head, __ATOMIC_SEQ_CST) == next) {
+            if (FSDPI_LOAD(&worker->stop)) return NULL;
+            __atomic_store_n(&worker->asleep, 1u, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&worker->head, __ATOMIC_SEQ_CST) == next &&
+                !FSDPI_LOAD(&worker->stop))
+                fsdpi_futex_wait(&worker->head, next, 50000000, 0);
+            __atomic_store_n(&worker->asleep, 0u, __ATOMIC_SEQ_CST);
         }
-        fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        fsdpi_worker_await(w, lane, op);
+        fsdp_op *op = &worker->ring[next % FSDPI_WORKER_OPS];
+        fsdpi_worker_await(w, worker, op);
         if (!fsdpi_failed(w))
             (void)fsdpi_run_op(w, op, NULL); // after a failure the world stays failed
         next++;
-        __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
-        if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
-            fsdpi_futex_wake_all(&lane->done, 0);
+        __atomic_store_n(&worker->done, next, __ATOMIC_SEQ_CST);
+        if (__atomic_exchange_n(&worker->waited_for, 0u, __ATOMIC_SEQ_CST))
+            fsdpi_futex_wake_all(&worker->done, 0);
     }
 }
 
 static fsdp_status fsdpi_worker_start(fsdp_world *w, int stream) {
-    fsdpi_worker *lane = (fsdpi_worker *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
-    lane->world = w;
-    int rc = pthread_create(&lane->thread, NULL, fsdpi_worker_main, lane);
+    fsdpi_worker *worker = (fsdpi_worker *)fsdpi_alloc(&w->boot.allocator, sizeof *worker);
+    if (!worker) return fsdpi_no_memory(w, "worker thread", "", sizeof *worker);
+    worker->world = w;
+    int rc = pthread_create(&worker->thread, NULL, fsdpi_worker_main, worker);
     if (rc) {
-        fsdpi_free(&w->boot.allocator, lane);
+        fsdpi_free(&w->boot.allocator, worker);
         return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
                          "[E302] the system cannot start a worker thread: %s", strerror(rc));
     }
-    w->lanes[stream] = lane;
-    while (!FSDPI_LOAD(&lane->is_here)) fsdpi_futex_wait(&lane->is_here, 0, 50000, 0);
+    w->workers[stream] = worker;
+    while (!FSDPI_LOAD(&worker->is_here)) fsdpi_futex_wait(&worker->is_here, 0, 50000, 0);
     return FSDP_OK;
 }
 
-/* The first record on the stream EXTENSION makes it. On a device it is another stream. With lanes
+/* The first record on the stream EXTENSION makes it. On a device it is another stream. With worker threads
    it is another thread, if collectives of several streams may run at the same time. */
 static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     const int s = FSDP_STREAM_EXTENSION;
@@ -280,22 +281,22 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
         if (status) w->streams[s] = NULL;
         return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
-    if (w->mode != FSDP_RUN_LANES || w->lanes[s]) return FSDP_OK;
-    if (w->size == 1 || w->caps.lanes > 1) return fsdpi_worker_start(w, s);
-    w->lanes[s] = w->lanes[FSDP_STREAM_GATHER];
+    if (w->mode != FSDP_RUN_THREADS || w->workers[s]) return FSDP_OK;
+    if (w->size == 1 || w->caps.comm_threads > 1) return fsdpi_worker_start(w, s);
+    w->workers[s] = w->workers[FSDP_STREAM_GATHER];
     return FSDP_OK;
 }
 
 static void fsdpi_workers_stop(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++) {
-        fsdpi_worker *lane = w->lanes[s];
-        if (!lane) continue;
+        fsdpi_worker *worker = w->workers[s];
+        if (!worker) continue;
         for (int t = s; t < FSDP_STREAM_COUNT; t++)
-            if (w->lanes[t] == lane) w->lanes[t] = NULL;
-        __atomic_store_n(&lane->stop, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wake_all(&lane->head, 0);
-        (void)pthread_join(lane->thread, NULL);
-        fsdpi_free(&w->boot.allocator, lane);
+            if (w->workers[t] == worker) w->workers[t] = NULL;
+        __atomic_store_n(&worker->stop, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wake_all(&worker->head, 0);
+        (void)pthread_join(worker->thread, NULL);
+        fsdpi_free(&w->boot.allocator, worker);
     }
 }
 
@@ -342,7 +343,7 @@ static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, cons
     fsdpi_stream_clock *o = &w->order[stream];
     event->stream = stream;
     if (w->mode == FSDP_RUN_STREAMS) event->seq = ++o->clock[stream];
-    else event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
+    else event->seq = w->workers[stream] ? w->workers[stream]->issued : 1;
     if (due && due->ptr && w->mode == FSDP_RUN_STREAMS) // in a dry run ptr may be NULL
         o->due_buf = o->due++ ? NULL : due;
 }
@@ -378,22 +379,22 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
 // If a hook that runs in a worker thread makes a call that waits for the worker threads, it would
 // wait for itself: the world fails.
 static int fsdpi_waits_for_itself(fsdp_world *w) {
-    int is_lane = 0;
+    int is_worker = 0;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
-        is_lane |= w->lanes[s] && pthread_equal(w->lanes[s]->thread, pthread_self());
-    if (is_lane)
+        is_worker |= w->workers[s] && pthread_equal(w->workers[s]->thread, pthread_self());
+    if (is_worker)
         (void)fsdpi_world_fail(w, FSDP_ERR_INVALID_STATE,
                                "rank %d: [E216] a hook that runs in a worker thread has called a "
                                "function of the world: communicate by the comm that the hook was "
-                               "given, or run inline (FSDP_LANES=0)",
+                               "given, or run inline (FSDP_COMM_THREADS=0)",
                                w->rank);
-    return is_lane;
+    return is_worker;
 }
 
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (fsdpi_is_child(w) || fsdpi_waits_for_itself(w)) return fsdpi_failed(w);
-    if (w->lanes[stream]) fsdpi_worker_wait(w->lanes[stream], w->lanes[stream]->issued);
+    if (w->workers[stream]) fsdpi_worker_wait(w->workers[stream], w->workers[stream]->issued);
     if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
     if (!status) status = fsdpi_await_fence(w);
@@ -420,10 +421,11 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
             FSDPI_TRY(fsdpi_wait_for(w, op->stream, &op->wait[i ^ swap]));
         return fsdpi_run_op(w, op, w->streams[op->stream]);
     }
-    fsdpi_worker *own = w->lanes[op->stream];
+    fsdpi_worker *own = w->workers[op->stream];
     if (own) {
-        if (own->issued >= FSDPI_LANE_OPS) fsdpi_worker_wait(own, own->issued - FSDPI_LANE_OPS + 1);
-        own->ring[own->issued % FSDPI_LANE_OPS] = *op;
+        if (own->issued >= FSDPI_WORKER_OPS)
+            fsdpi_worker_wait(own, own->issued - FSDPI_WORKER_OPS + 1);
+        own->ring[own->issued % FSDPI_WORKER_OPS] = *op;
         own->issued++;
         __atomic_store_n(&own->head, (uint32_t)own->issued, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&own->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&own->head, 0);

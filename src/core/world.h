@@ -40,22 +40,24 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     }
     if (d->timeout_ms == 0)
         FSDPI_TRY(fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms));
-    if (d->lanes == 0 && fsdpi_env("FSDP_LANES")) {
-        FSDPI_TRY(fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes));
-        if (d->lanes == 0) d->lanes = -1;
+    // FSDP_LANES: the name of version 0.1, until 0.3.
+    const char *const threads = fsdpi_env("FSDP_COMM_THREADS") ? "FSDP_COMM_THREADS" : "FSDP_LANES";
+    if (d->comm_threads == 0 && fsdpi_env(threads)) {
+        FSDPI_TRY(fsdpi_world_env_int(w, threads, 0, 2, &d->comm_threads));
+        if (d->comm_threads == 0) d->comm_threads = -1;
     }
     if (d->log_level == FSDP_LOG_DEFAULT) FSDPI_TRY(fsdpi_env_log_level(w, &d->log_level));
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdpi_invalid_arg(
             w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size", d->rank,
             d->world_size);
-    if (d->timeout_ms < 0 || d->lanes < -1 || d->lanes > 2 || d->local_rank < 0 ||
+    if (d->timeout_ms < 0 || d->comm_threads < -1 || d->comm_threads > 2 || d->local_rank < 0 ||
         d->log_level < 0 || d->log_level > FSDP_LOG_NONE)
-        return fsdpi_invalid_arg(w,
-                                 "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
-                                 "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
-                                 d->timeout_ms, d->lanes, d->local_rank, d->log_level,
-                                 FSDP_LOG_NONE);
+        return fsdpi_invalid_arg(
+            w,
+            "[E151] fsdp_world_desc: timeout_ms %d, comm_threads %d, local_rank %d, "
+            "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
+            d->timeout_ms, d->comm_threads, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
         return fsdpi_invalid_arg(
             w, "[E152] fsdp_world_desc.allocator: alloc or free is NULL: give both or none");
@@ -172,8 +174,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
 // program gives, a hash of the job's name.
 static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
     int64_t sum = (int64_t)w->id;
-    if (is_given && w->size > 1)
-        sum = (int64_t)(1 + (fsdpi_hash_text(w->job) >> 24));
+    if (is_given && w->size > 1) sum = (int64_t)(1 + (fsdpi_hash_text(w->job) >> 24));
     else if (w->size > 1 && fsdpi_ranks_meet(w->comm_ops))
         FSDPI_TRY(fsdp_all_reduce(w, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
     w->id = (uint64_t)sum;
@@ -183,12 +184,12 @@ static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
 
 // Makes the streams of a device, or worker threads. If two collectives may run at once, also makes
 // a second communicator.
-static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
+static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int threads) {
     fsdp_status status = FSDP_OK;
-    w->mode_reason = lanes             ? "as fsdp_world_desc.lanes or FSDP_LANES says"
+    w->mode_reason = threads           ? "as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"
                      : w->caps.because ? w->caps.because
                                        : "by default";
-    if (!lanes) lanes = w->caps.default_lanes;
+    if (!threads) threads = w->caps.default_comm_threads;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDP_RUN_STREAMS;
         for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)
@@ -198,22 +199,23 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         for (unsigned i = 0; i < FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS && !status; i++)
             status = w->device_ops->event(w->device, &w->points[i].event);
         if (status) return fsdpi_device_error(w, status, "make a stream");
-    } else if (lanes > 0) {
-        w->mode = FSDP_RUN_LANES;
-        int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
+    } else if (threads > 0) {
+        w->mode = FSDP_RUN_THREADS;
+        int two = threads > 1 && (w->size == 1 || w->caps.comm_threads > 1);
         status = fsdpi_worker_start(w, FSDP_STREAM_GATHER);
         if (!status && two) status = fsdpi_worker_start(w, FSDP_STREAM_REDUCE);
-        if (!status && !two) w->lanes[FSDP_STREAM_REDUCE] = w->lanes[FSDP_STREAM_GATHER];
-        w->lanes[FSDP_STREAM_ALLREDUCE] = w->lanes[FSDP_STREAM_REDUCE];
+        if (!status && !two) w->workers[FSDP_STREAM_REDUCE] = w->workers[FSDP_STREAM_GATHER];
+        w->workers[FSDP_STREAM_ALLREDUCE] = w->workers[FSDP_STREAM_REDUCE];
         if (status) return fsdpi_fail_together(w, status);
     }
-    if (w->size == 1 || w->mode == FSDP_RUN_INLINE || w->caps.lanes < 2) return FSDP_OK;
+    if (w->size == 1 || w->mode == FSDP_RUN_INLINE || w->caps.comm_threads < 2) return FSDP_OK;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
             w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
-    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of lanes"};
+    fsdp_group group = {
+        0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reductions of comm threads"};
     status = fsdpi_split(w, w->comm, &group, 2, &w->reduce_comm);
     fsdpi_free(&w->boot.allocator, ranks);
     if (status) w->reduce_comm = w->comm;
@@ -283,7 +285,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) fsdpi_world_open_flight(w, d);
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
-    if (!status) status = fsdpi_world_open_streams(w, d->lanes);
+    if (!status) status = fsdpi_world_open_streams(w, d->comm_threads);
     if (!status) status = fsdpi_world_agree_id(w, d->comm_ops != NULL);
     if (status && w->comm) status = fsdpi_fail_together(w, status); // the peers have joined, too
     if (status) {

@@ -57,7 +57,7 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
 // Returns the clock of a stream: the host's in inline mode, and for COMPUTE with worker threads.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
     int is_host = k->l->mode == FSDP_RUN_INLINE ||
-                  (k->l->mode == FSDP_RUN_LANES && stream == FSDP_STREAM_COMPUTE);
+                  (k->l->mode == FSDP_RUN_THREADS && stream == FSDP_STREAM_COMPUTE);
     return is_host ? &k->host : &k->stream[stream];
 }
 

@@ -64,7 +64,7 @@ static void fsdpi_plan_put_unit(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
 
 static const char *const fsdpi_plan_streams[FSDP_STREAM_COUNT] = {"COMPUTE", "GATHER", "REDUCE",
                                                                   "ALLREDUCE", "EXTENSION"};
-static const char *const fsdpi_plan_modes[3] = {"inline", "lanes", "streams"};
+static const char *const fsdpi_plan_modes[3] = {"inline", "comm_threads", "streams"};
 static const char *const fsdpi_plan_blocks[] = {"none",      "shards",      "grads",
                                                 "other",     "held_gather", "held_slice",
                                                 "held_grad", "held_rin",    "held_rout"};

@@ -638,7 +638,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
     t->first_step = d->first_step, t->last_step = d->last_step, t->is_between = 1;
     int run = fsdp_model_run_mode(model);
     t->streams = run == FSDP_RUN_INLINE  ? (1 << FSDP_STREAM_COUNT) - 1
-                 : run == FSDP_RUN_LANES ? 1 << FSDP_STREAM_COMPUTE
+                 : run == FSDP_RUN_THREADS ? 1 << FSDP_STREAM_COMPUTE
                                          : 0;
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(model, &v)) fsdpi_tr_add_name(t, fsdp_unit_label(v.unit));

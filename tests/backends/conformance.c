@@ -674,7 +674,7 @@ static void lanes(rank_state *s) {
     int32_t all[MAX_WORLD];
     lane l[2];
     pthread_t thread[2];
-    if (s->caps.lanes < 2) SKIP("one lane");
+    if (s->caps.comm_threads < 2) SKIP("one lane");
     for (int k = 0; k < s->world; k++) all[k] = k;
     for (int i = 0; i < 2; i++) {
         l[i].s = *s;

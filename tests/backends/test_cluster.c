@@ -156,10 +156,10 @@ TEST(cluster, two_hosts) {
    for. */
 static const struct {
     const char *name, *variable, *as; /* variable: for all nodes; as: for node 1 only */
-} runs_inline[] = {{"near", "FSDP_LANES=", ""},
+} runs_inline[] = {{"near", "FSDP_COMM_THREADS=", ""},
                    {"alone", "FSDP_GLOO_NEAR=1", ""},
                    {"pairs", "FSDP_GLOO_NEAR=2", ""},
-                   {"users", "FSDP_LANES=", "unshare --user --map-root-user"}};
+                   {"users", "FSDP_COMM_THREADS=", "unshare --user --map-root-user"}};
 TEST_P(cluster, runs_inline, runs_inline) {
     const char *hello = program("01_hello");
     const int port = h_free_port();

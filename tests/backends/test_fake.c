@@ -101,7 +101,7 @@ static void bed_open(bed *b, int rank, int size) {
     boot.rank = rank, boot.size = size, boot.user = &b->fake;
     boot.allocator.alloc = w_alloc, boot.allocator.free = w_free, boot.clock.now_ns = bed_now;
     CHECK_OK(b->ops->open(&boot, &caps, &b->comm));
-    CHECK(caps.flags == FSDP_CAP_FUSED_REDUCE && caps.lanes == 2);
+    CHECK(caps.flags == FSDP_CAP_FUSED_REDUCE && caps.comm_threads == 2);
     CHECK_OK(b->ops->alloc(b->comm, BYTES, &b->src));
     CHECK_OK(b->ops->alloc(b->comm, BYTES, &b->dst));
     b->was = lab_zeros(BYTES, 1), b->want = lab_zeros(BYTES, 1);
@@ -660,7 +660,7 @@ TEST_P(fake, a_step_as_rank_37_of_4096, lanes_of) {
     lab_log log = FSDP_ZERO;
     uint64_t bytes[FSDP_OP_COUNT], calls[FSDP_OP_COUNT];
     fsdp_counters c = FSDP_ZERO;
-    fake.sum_all = 1, d.lanes = row->lanes ? row->lanes : -1;
+    fake.sum_all = 1, d.comm_threads = row->lanes ? row->lanes : -1;
     CALL(NULL, fsdp_init(&d, &w));
     memcpy(bytes, fake.wire_bytes, sizeof bytes), memcpy(calls, fake.calls, sizeof calls);
     two_steps(w, &md, &m, &log);
@@ -813,7 +813,7 @@ TEST_P(fake, every_allocation_may_fail, lanes_of) {
     fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
     w_heap heap;
     int failures = 0;
-    d.lanes = row->lanes ? row->lanes : -1;
+    d.comm_threads = row->lanes ? row->lanes : -1;
     for (int n = 0; status; n++, failures++) {
         w_heap_use(&heap, &d);
         w_fail(&heap, n);

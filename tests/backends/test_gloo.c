@@ -220,7 +220,7 @@ TEST_P(gloo, lanes_by_hosts, clusters) {
         snprintf(all[size].host, sizeof all[size].host, "%s", row->hosts[size]);
         all[size].cores = row->cores[size];
     }
-    CHECK_EQ_INT(fsdpi_local_lanes(all, size), row->lanes);
+    CHECK_EQ_INT(fsdpi_local_comm_threads(all, size), row->lanes);
 }
 
 typedef struct member member;

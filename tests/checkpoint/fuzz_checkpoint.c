@@ -120,7 +120,7 @@ static void fuzz_begin(void) {
     fsdp_checkpoint_desc d = FSDP_ZERO;
     fsdp_adamw *opt;
     fsdp_checkpoint_blob blobs[2] = {{"loader", fuzz.loader, 3, 0, 1}, {"rng", fuzz.rng, 2, 1, 1}};
-    wd.world_size = 1, wd.lanes = -1;
+    wd.world_size = 1, wd.comm_threads = -1;
     wd.logger.log = fuzz_log;
     wd.allocator.alloc = fuzz_alloc, wd.allocator.free = fuzz_free;
     fuzz.d = disk_new();

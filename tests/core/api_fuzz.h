@@ -421,7 +421,7 @@ H_FN void af_worlds_beside(af *z) {
     d.world_size = af_pick(z, 4) ? 1 : af_int(z);
     if (d.world_size > 1) d.backend = "fake";
     if (!af_pick(z, 3)) d.timeout_ms = af_int(z);
-    if (!af_pick(z, 3)) d.lanes = af_int(z);
+    if (!af_pick(z, 3)) d.comm_threads = af_int(z);
     if (!af_pick(z, 3)) d.log_level = af_int(z);
     if (!af_pick(z, 6)) d.backend = af_name(z);
     if (!af_pick(z, 6)) d.store = af_name(z);

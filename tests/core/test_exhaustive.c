@@ -563,7 +563,7 @@ static fsdp_status fiber_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm 
     caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                   1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     caps->flags = plain ? 0 : FSDP_CAP_FUSED_REDUCE;
-    caps->lanes = 1;
+    caps->comm_threads = 1;
     *world = (fsdp_comm *)(void *)c;
     return FSDP_OK;
 }

@@ -1893,7 +1893,7 @@ static int record_changed;
 static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
     const fsdp_op was = *op;
     (void)stream;
-    w_sleep_ns(op->count % (FSDPI_LANE_OPS + 1) == 0 ? 30000000 : 0);
+    w_sleep_ns(op->count % (FSDPI_WORKER_OPS + 1) == 0 ? 30000000 : 0);
     record_changed |= op->count != was.count;
     return FSDP_OK;
 }
@@ -1901,7 +1901,7 @@ TEST(extension, more_records_than_a_lane_holds, SLOW) {
     bed b;
     bed_open(&b, &settings[3]);
     CHECK_OK(fsdp_model_commit(b.model));
-    for (int k = 0; k < 3 * FSDPI_LANE_OPS; k++) {
+    for (int k = 0; k < 3 * FSDPI_WORKER_OPS; k++) {
         fsdp_op op;
         fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
         op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
@@ -2956,7 +2956,7 @@ static int post_rank(fsdp_world *w, void *arg) {
     CALL(w, fsdp_buf_create(p.model, pool, FSDP_MEMORY_DEVICE, COUNT * RANKS * 4, &p.out));
     fsdp_comm *comm, *alone, *again;
     int threads = 0;
-    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads += w->lanes[s] != NULL;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads += w->workers[s] != NULL;
     CALL(w, fsdp_mesh_comm(p.mesh, 0, p.c->stream, &alone));
     CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &comm));
     CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &again));
@@ -2990,7 +2990,7 @@ static int post_rank(fsdp_world *w, void *arg) {
         CALL(w, fsdp_wait(p.unit));
         CALL(w, fsdp_reshard(p.unit));
     }
-    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads -= w->lanes[s] != NULL;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads -= w->workers[s] != NULL;
     CHECK_EQ_INT(-threads, p.c->lanes > 0 && p.c->stream == FSDP_STREAM_EXTENSION);
     fsdp_buf_destroy(p.model, p.in);
     fsdp_buf_destroy(p.model, p.out);
@@ -3215,5 +3215,5 @@ TEST(extension, old_names) {
     CHECK(fsdp_set_uneven == fsdp_set_uneven_inputs && fsdp_is_uneven == fsdp_has_uneven_inputs);
     CHECK(fsdp_lend == fsdp_lock_params && fsdp_model_run == fsdp_model_run_mode);
     CHECK(fsdp_state_hold == fsdp_state_reserve && fsdp_state_written == fsdp_state_loaded);
-    CHECK(fsdp_undefined == fsdp_fallback_ptr);
+    CHECK(fsdp_undefined == fsdp_fallback_ptr && FSDP_RUN_LANES == FSDP_RUN_THREADS);
 }

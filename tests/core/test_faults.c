@@ -717,8 +717,8 @@ TEST(faults, world_descs) {
     BAD_WORLD(d.world_size = INT32_MIN, "world_size is -2147483648");
     BAD_WORLD(d.local_rank = -1, "local_rank -1");
     BAD_WORLD(d.timeout_ms = -1, "timeout_ms -1");
-    BAD_WORLD(d.lanes = 3, "lanes 3");
-    BAD_WORLD(d.lanes = INT32_MAX, "lanes");
+    BAD_WORLD(d.comm_threads = 3, "comm_threads 3");
+    BAD_WORLD(d.comm_threads = INT32_MAX, "comm_threads");
     BAD_WORLD(d.log_level = -1, "log_level -1");
     BAD_WORLD(d.log_level = FSDP_LOG_NONE + 1, "log_level 5");
     BAD_WORLD(d.allocator.alloc = NULL, "allocator");
@@ -749,7 +749,7 @@ TEST(faults, world_descs) {
 static void with_env(const char *name, const char *value, fsdp_status expected, const char *word) {
     fsdp_world *w = NULL;
     fsdp_world_desc d = w_desc(0, 0, NULL, NULL, 0);
-    d.lanes = d.timeout_ms = 0;
+    d.comm_threads = d.timeout_ms = 0;
     CHECK_EQ_INT(setenv(name, value, 1), 0);
     fsdp_status status = fsdp_init(&d, &w);
     if (expected) REFUSED_AS(expected, NULL, status, word);
@@ -762,7 +762,7 @@ static void with_env(const char *name, const char *value, fsdp_status expected, 
 TEST(faults, environment) {
     static const char *const names[] = {"RANK",        "WORLD_SIZE",     "LOCAL_RANK",
                                         "MASTER_PORT", "FSDP_JOB_ID",    "FSDP_TIMEOUT_MS",
-                                        "FSDP_LANES",  "FSDP_LOG_LEVEL", "FSDP_BACKEND"};
+                                        "FSDP_COMM_THREADS",  "FSDP_LOG_LEVEL", "FSDP_BACKEND"};
     for (int i = 0; i < 9; i++) unsetenv(names[i]);
     with_env("RANK", "0", FSDP_ERR_INVALID_ARG, "WORLD_SIZE is not");
     with_env("WORLD_SIZE", "2", FSDP_ERR_INVALID_ARG, "RANK is not");
@@ -770,11 +770,11 @@ TEST(faults, environment) {
     with_env("FSDP_TIMEOUT_MS", "0", FSDP_ERR_INVALID_ARG, "FSDP_TIMEOUT_MS");
     with_env("FSDP_TIMEOUT_MS", "99999999999", FSDP_ERR_INVALID_ARG, "FSDP_TIMEOUT_MS");
     with_env("FSDP_TIMEOUT_MS", "500", FSDP_OK, "");
-    with_env("FSDP_LANES", "many", FSDP_ERR_INVALID_ARG, "FSDP_LANES");
-    with_env("FSDP_LANES", "7", FSDP_ERR_INVALID_ARG,
-             "FSDP_LANES is '7', expected an integer from 0 to 2");
-    with_env("FSDP_LANES", "2", FSDP_OK, "");
-    with_env("FSDP_LANES", "", FSDP_OK, "");
+    with_env("FSDP_COMM_THREADS", "many", FSDP_ERR_INVALID_ARG, "FSDP_COMM_THREADS");
+    with_env("FSDP_COMM_THREADS", "7", FSDP_ERR_INVALID_ARG,
+             "FSDP_COMM_THREADS is '7', expected an integer from 0 to 2");
+    with_env("FSDP_COMM_THREADS", "2", FSDP_OK, "");
+    with_env("FSDP_COMM_THREADS", "", FSDP_OK, "");
     with_env("FSDP_LOG_LEVEL", "loud", FSDP_ERR_INVALID_ARG, "FSDP_LOG_LEVEL is 'loud'");
     with_env("FSDP_LOG_LEVEL", "none", FSDP_OK, "");
     with_env("FSDP_BACKEND", "nothing", FSDP_ERR_UNSUPPORTED, "nothing");
@@ -794,7 +794,7 @@ TEST(faults, environment) {
    reason. */
 static fsdp_status spread_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
-    caps->default_lanes = 2, caps->because = "as this test has it";
+    caps->default_comm_threads = 2, caps->because = "as this test has it";
     return status;
 }
 static const struct {
@@ -803,15 +803,15 @@ static const struct {
     const char *variable, *expected;
 } runs[] = {
     {"default", 0, 0, NULL, "inline, by default"},
-    {"asked", 0, 1, NULL, "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"},
-    {"variable", 0, 0, "2", "in two worker threads, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"asked", 0, 1, NULL, "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+    {"variable", 0, 0, "2", "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
     {"spread", 1, 0, NULL, "in two worker threads, as this test has it"},
     {"spread_empty", 1, 0, "", "in two worker threads, as this test has it"},
-    {"spread_inline", 1, -1, NULL, "inline, as fsdp_world_desc.lanes or FSDP_LANES says"},
-    {"spread_variable", 1, 0, "0", "inline, as fsdp_world_desc.lanes or FSDP_LANES says"},
-    {"spread_one", 1, 0, "1", "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"},
+    {"spread_inline", 1, -1, NULL, "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+    {"spread_variable", 1, 0, "0", "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+    {"spread_one", 1, 0, "1", "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
     {"spread_desc_first", 1, 1, "0",
-     "in a worker thread, as fsdp_world_desc.lanes or FSDP_LANES says"}};
+     "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"}};
 static void how_it_runs(int rank, int world, void *arg) {
     const size_t k = (size_t)(uintptr_t)arg;
     fsdp_world_desc d = w_desc(rank, world, NULL, w_job(runs[k].name), 0);
@@ -820,9 +820,9 @@ static void how_it_runs(int rank, int world, void *arg) {
     fsdp_model *model;
     char text[200], expected[200];
     ops.open = spread_open;
-    d.lanes = runs[k].lanes;
+    d.comm_threads = runs[k].lanes;
     if (runs[k].spread) d.comm_ops = &ops;
-    if (runs[k].variable) CHECK_EQ_INT(setenv("FSDP_LANES", runs[k].variable, 1), 0);
+    if (runs[k].variable) CHECK_EQ_INT(setenv("FSDP_COMM_THREADS", runs[k].variable, 1), 0);
     CALL(NULL, fsdp_init(&d, &w));
     CALL(w, fsdp_model_create(w, NULL, &model));
     (void)fsdp_model_describe(model, text, sizeof text);
@@ -832,7 +832,7 @@ static void how_it_runs(int rank, int world, void *arg) {
     CHECK_STATUS(fsdp_shutdown(w), FSDP_OK);
 }
 TEST_P(faults, lanes_by_default, runs) {
-    unsetenv("FSDP_LANES");
+    unsetenv("FSDP_COMM_THREADS");
     h_ranks_proc(2, how_it_runs, (void *)(uintptr_t)(row - runs));
 }
 
@@ -1183,11 +1183,11 @@ TEST(faults, logger) {
     fsdp_model *m;
     d.logger.log = keep_log;
     d.logger.user = logged;
-    d.lanes = 9;
-    REFUSED(NULL, fsdp_init(&d, &w), "lanes 9");
+    d.comm_threads = 9;
+    REFUSED(NULL, fsdp_init(&d, &w), "comm_threads 9");
     CHECK_EQ_INT(log_lines, 1);
-    CHECK(strstr(logged, "lanes 9") != NULL);
-    d.lanes = -1;
+    CHECK(strstr(logged, "comm_threads 9") != NULL);
+    d.comm_threads = -1;
     CALL(NULL, fsdp_init(&d, &w));
     CHECK_EQ_INT(log_lines, 1);
     REFUSED(w, fsdp_barrier(w) ? FSDP_OK : fsdp_broadcast(w, NULL, &d, 1, 4), "root is 4");

@@ -167,7 +167,7 @@ static void run_mistake(const char *file, int ranks) {
     fsdp_spawn_desc d = FSDP_ZERO;
     int fd = open(file, O_WRONLY | O_CREAT | O_TRUNC, 0600);
     if (fd < 0 || dup2(fd, 2) < 0) _exit(2);
-    wd.lanes = now.lanes;
+    wd.comm_threads = now.lanes;
     d.num_ranks = ranks;
     d.world = &wd;
     d.threads = now.lanes < 0;

@@ -34,7 +34,7 @@ static struct { /* the world, and the names with which the backend was opened */
 
 static fsdp_status seen_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
     caps->kinds = ~0u;
-    caps->lanes = 1;
+    caps->comm_threads = 1;
     seen.opened = boot->size;
     snprintf(seen.job, sizeof seen.job, "%s", boot->job);
     snprintf(seen.store, sizeof seen.store, "%s", boot->store);
@@ -408,7 +408,10 @@ static const struct {
     {"timeout",
      {TORCHRUN("0", "2"), "FSDP_TIMEOUT_MS=1e3"},
      "FSDP_TIMEOUT_MS is '1e3', expected an integer from 1 to "},
-    {"lanes",
+    {"comm_threads",
+     {TORCHRUN("0", "2"), "FSDP_COMM_THREADS=3", "FSDP_LANES=1"},
+     "FSDP_COMM_THREADS is '3', expected an integer from 0 to 2"},
+    {"comm_threads_by_the_old_name",
      {TORCHRUN("0", "2"), "FSDP_LANES=3"},
      "FSDP_LANES is '3', expected an integer from 0 to 2"},
     {"log_level",

@@ -30,7 +30,7 @@ static fake *fake_of(fsdp_comm *comm) { return (fake *)(void *)comm; }
 static fsdp_status fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
     caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                   1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
-    caps->lanes = 1;
+    caps->comm_threads = 1;
     *world = (fsdp_comm *)boot->user;
     return FSDP_OK;
 }
@@ -39,7 +39,7 @@ static fsdp_status fake_split(fsdp_comm *parent, const fsdp_group *g, fsdp_comm 
     f->splits = (split *)realloc(f->splits, sizeof *f->splits * (size_t)(f->count + 1));
     CHECK(f->splits != NULL);
     split *s = &f->splits[f->count++];
-    s->color = g->color, s->index = g->index, s->size = g->size, s->lane = g->lane;
+    s->color = g->color, s->index = g->index, s->size = g->size, s->lane = g->stream;
     s->ranks = NULL;
     *out = g->color < 0 ? NULL : parent;
     if (g->color < 0) return FSDP_OK;

@@ -192,7 +192,7 @@ static void check_model(const fsdpi_tr_rank *r, const mode *x) {
     CHECK_EQ_INT(r->num_units, UNITS);
     CHECK_EQ_INT(r->num_params, NUM);
     CHECK_EQ_INT(r->head.size, x->world);
-    CHECK_EQ_INT(r->head.run, x->lanes ? FSDP_RUN_LANES : FSDP_RUN_INLINE);
+    CHECK_EQ_INT(r->head.run, x->lanes ? FSDP_RUN_THREADS : FSDP_RUN_INLINE);
     CHECK_EQ_INT(r->num_kept, 1);
     CHECK_EQ_STR(fsdpi_tr_text(r, r->kept[0].name), "adamw");
     uint64_t at = 0;

@@ -272,7 +272,7 @@ static void model_step(const toy *t, int s, int64_t not_before, model *m) {
 static const struct {
     const char *name;
     int run;
-} runs[] = {{"inline", FSDP_RUN_INLINE}, {"lanes", FSDP_RUN_LANES}, {"streams", FSDP_RUN_STREAMS}};
+} runs[] = {{"inline", FSDP_RUN_INLINE}, {"lanes", FSDP_RUN_THREADS}, {"streams", FSDP_RUN_STREAMS}};
 
 TEST_P(why, sum_rule, runs) {
     static toy t;
@@ -624,7 +624,7 @@ static void small_begin(small *t, int rank, int size) {
     t->pools[FSDP_POOL_SHARD].bytes = t->pools[FSDP_POOL_SHARD_GRAD].bytes = 1500000;
     t->pools[FSDP_POOL_GATHER].bytes = 4000000;
     t->kept.name = small_text(t, "adamw"), t->kept.bytes = 3000000;
-    t->rank.head.rank = rank, t->rank.head.size = size, t->rank.head.run = FSDP_RUN_LANES;
+    t->rank.head.rank = rank, t->rank.head.size = size, t->rank.head.run = FSDP_RUN_THREADS;
     t->rank.names = t->names, t->rank.num_names = NAMES;
     t->rank.pools = t->pools, t->rank.num_pools = FSDP_POOL_COUNT;
     t->rank.kept = &t->kept, t->rank.num_kept = 1, t->rank.num_units = 2;
@@ -1399,7 +1399,7 @@ static const struct {
     const char *name;
     int run, programs, skips, frozen; /* frozen: the matrices, and unit 1 */
 } bases[] = {
-    {"inline", FSDP_RUN_INLINE, 10, 0, 0},       {"lanes", FSDP_RUN_LANES, 10, 0, 0},
+    {"inline", FSDP_RUN_INLINE, 10, 0, 0},       {"lanes", FSDP_RUN_THREADS, 10, 0, 0},
     {"streams", FSDP_RUN_STREAMS, 10, 0, 0},     {"streams/list", FSDP_RUN_STREAMS, 3, 1, 0},
     {"inline/frozen", FSDP_RUN_INLINE, 2, 0, 1}, {"streams/frozen", FSDP_RUN_STREAMS, 2, 0, 1}};
 
@@ -1417,7 +1417,7 @@ static double took_ms(bed *d, const char *dir, uint64_t seed, int run) {
     d->ahead = ahead, d->planned = planned, d->skips = skips;
     d->net.frozen = frozen, d->net.frozen_unit = 2 * frozen;
     /* the host is COMPUTE: then streams behave like worker threads */
-    d->stays = run == FSDP_RUN_LANES;
+    d->stays = run == FSDP_RUN_THREADS;
     sim_init(&d->s, 4, 0);
     d->s.async = run != FSDP_RUN_INLINE, d->s.latency_ns = 1000 + below(seed, 4, 8000);
     d->s.coll_bytes_per_ns = 1, d->s.copy_bytes_per_ns = 20;
@@ -1470,7 +1470,7 @@ TEST_P(why, each_advice, bases, AT_NIGHT(ASAN)) {
             if (o->reshards < 0) d.net.model.reshard_after_forward = FSDP_RESHARD_NEVER;
             d.ahead = o->prefetches, d.planned = o->planned;
             const double after = took_ms(&d, dir, h_seed() + seed,
-                                         o->overlaps ? (int)FSDP_RUN_LANES : row->run);
+                                         o->overlaps ? (int)FSDP_RUN_THREADS : row->run);
             const double said = 100 * (double)(was.step_ns - times.step_ns) * 1e-6 / before;
             const double does = 100 * (before - after) / before;
             double *of = &most[!o->planned ? 0 : said > does || !alike ? 1 : 2];

@@ -24,7 +24,7 @@ static const char *example(const char *name) {
 static void run(const char *name, int ranks) {
     static const char *const launcher[] = {"RANK",        "WORLD_SIZE",  "LOCAL_RANK",
                                            "MASTER_ADDR", "MASTER_PORT", "FSDP_JOB_ID",
-                                           "FSDP_LANES"};
+                                           "FSDP_COMM_THREADS"};
     char command[1000];
     for (size_t i = 0; i < sizeof launcher / sizeof *launcher; i++) unsetenv(launcher[i]);
     if (ranks && access("tools/fsdprun", X_OK))

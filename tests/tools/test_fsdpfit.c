@@ -152,7 +152,7 @@ static int fit_net(const net *n, int ranks, const char *more) {
                path_of("net"), ranks, n->replicas, ranks / n->replicas / n->tp, n->tp,
                fsdp_dtype_name(n->store), !n->never, n->before, n->param ? "--param " : "",
                n->param ? fsdp_dtype_name(n->param) : "", n->reduce ? "--reduce " : "",
-               n->reduce ? fsdp_dtype_name(n->reduce) : "", n->lanes ? "--lanes=" : "",
+               n->reduce ? fsdp_dtype_name(n->reduce) : "", n->lanes ? "--comm-threads=" : "",
                n->lanes == 2 ? "2"
                : n->lanes    ? "1"
                              : "",
@@ -994,7 +994,7 @@ static const struct {
              {"--ranks 2 --store f", "[E470] --store"},
              {"--ranks 2 --reduce=", "[E470] --reduce"},
              {"--ranks 2 --optimizer lion", "[E470] --optimizer"},
-             {"--ranks 2 --lanes 3", "[E477]"},
+             {"--ranks 2 --comm-threads 3", "[E477]"},
              {"--ranks 6 --reshard 4", "[E477]"},
              {"--ranks 2 --limit 8XB", "[E470] --limit"},
              {"--ranks 2 --limit -8", "[E470] --limit"},

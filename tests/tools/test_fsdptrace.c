@@ -906,7 +906,7 @@ TEST(fsdptrace, record_by_record, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(again->number, f->begun);
     /* the names of the library's groups fit the signatures that ranks exchange, too */
     const fsdpi_signature *wire = NULL;
-    CHECK(sizeof wire->comm > strlen("reductions of lanes"));
+    CHECK(sizeof wire->comm > strlen("reductions of comm threads"));
     char group[sizeof wire->comm];
     fsdpi_copy_name(group, sizeof group, "a_mesh_dim_with_a_name_that_is_long");
     CHECK_EQ_STR(group, "a_mesh_dim_wit...e_that_is_long");

@@ -696,7 +696,7 @@ typedef struct trace_row {
     const char *name, *prefix, *options;
 } trace_row;
 static const trace_row traces[] = {{"inline", "", "--ranks 2"},
-                                   {"lanes", "env FSDP_LANES=2", "--ranks 2"},
+                                   {"lanes", "env FSDP_COMM_THREADS=2", "--ranks 2"},
                                    {"plan", "", "--ranks 2 --plan"},
                                    {"short", "", "--ranks 1 --steps 5"}};
 

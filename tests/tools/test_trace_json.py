@@ -123,7 +123,7 @@ def test_inline():
 
 def test_lanes():
     with tempfile.TemporaryDirectory() as folder:
-        traced(folder, FSDP_LANES="2")
+        traced(folder, FSDP_COMM_THREADS="2")
         look_at(folder, True)
 
 
