@@ -139,9 +139,9 @@ MISTAKES
     fsdp_model_desc.debug fills what you gave back with NaN. Neither sees a program that writes a
     parameter, runs past its end into the next one, or writes a shard while a gather reads it or,
     with comm threads, a gradient while the reduction does. On one rank gradients are written to
-    the shards themselves: look for mistakes with two ranks. A pointer that you kept is not seen where its
-    memory is in use again: with AddressSanitizer after four uses of a slot, or after one beside a
-    plan or fsdp_replicate.
+    the shards themselves: look for mistakes with two ranks. A pointer that you kept is not seen
+    where its memory is in use again: with AddressSanitizer after four uses of a slot, or after one
+    with a plan or fsdp_replicate.
     Dtypes: with param_dtype FSDP_BF16 parameters and gradients are no floats. fsdp_data_f32,
     fsdp_data_as(unit, i, FSDP_BF16) and their siblings check that, fsdp_data and fsdp_grad do not.
     Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
@@ -182,7 +182,8 @@ MEMORY
     gives the number of slots, so memory is the same on every rank and in every run.
     fsdp_model_predict tells it to the byte before anything is allocated. From the third step on a
     step allocates nothing. Inline there is one slot for each size of unit. With comm threads or
-    streams there are two, if two can be in use at a time. If units stay open around others, there are more.
+    streams there are two, if two can be in use at a time. If units stay open around others, there
+    are more.
 
 THREADS AND ORDER
     One thread at a time uses a world and all that is made from it. Worlds are independent; if a
@@ -190,13 +191,14 @@ THREADS AND ORDER
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
     sides in the text; if they wait in different groups, as with two comm threads or HSDP, they may
-    get FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world returns
-    FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
+    get FSDP_ERR_TIMEOUT. A process that a rank forks is no rank: there each call of its world
+    returns FSDP_ERR_INVALID_STATE, and fsdp_shutdown and the functions that destroy do nothing.
 
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. On
     one number of ranks the bits are the same for every run, number of comm threads, layout, ranks
-    as threads or processes, and for all compiler flags (-Ofast included). NCCL sums in an order of its own.
+    as threads or processes, and for all compiler flags (-Ofast included). NCCL sums in an order of
+    its own.
 
 STREAMS AND GPUS
     -DFSDP_BACKEND_NCCL builds the same program for GPUs: docs/gpu.md. A call returns when its work
@@ -1278,10 +1280,10 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    Allocates   tables; the rest at the next call      Source torch: Module.to(dtype) */
 FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
 
-/* Hooks of a unit. They run where its reductions run: at once, in a comm thread, or on a device with
-   streams to enqueue work on `stream`. In a comm thread a hook must not call functions that take
-   the world, the model or a unit. If a hook does not return FSDP_OK, the world
-   is aborted with its status.
+/* Hooks of a unit. They run where its reductions run: at once, in a comm thread, or on a device
+   with streams to enqueue work on `stream`. In a comm thread a hook must not call functions that
+   take the world, the model or a unit. If a hook does not return FSDP_OK, the world is aborted with
+   its status.
    fsdp_set_all_reduce_hook   gets the summed gradients before they are divided (in f16: after, if
                               the backend divides), after the all-reduce of HSDP: numel elements of
                               dtype, in the order of shards

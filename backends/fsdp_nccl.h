@@ -1755,7 +1755,8 @@ static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
     fsdpi_text error = {text, sizeof text, 0};
     int checks = 0;
     fsdp_status status = fsdpi_env_int("FSDP_NCCL_CHECK", 0, 1, &checks, &error);
-    if (!status) status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.comm_threads, &error);
+    if (!status)
+        status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.comm_threads, &error);
     if (!status) status = fsdpi_env_int("FSDP_NCCL_REGISTER", 0, 2, &w->registers, &error);
     w->warms_up = 1;
     if (!status) status = fsdpi_env_int("FSDP_NCCL_WARM_UP", 0, 1, &w->warms_up, &error);

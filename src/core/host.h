@@ -15,8 +15,8 @@
 #include <math.h>
 #include <string.h>
 
-// An op is done when the call returns. If worker threads (run.h) make the calls, the caller does not
-// wait for them.
+// An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
+// not wait for them.
 
 struct fsdp_device {
     fsdp_allocator allocator;

@@ -61,7 +61,7 @@ struct fsdp_world {
     fsdpi_device_event points[FSDP_STREAM_COUNT * FSDPI_DEVICE_EVENTS]; // a ring for each stream
     void *own_stream;                     // the COMPUTE stream that the device made
     void *fence;                          // device event that the host waits for in fsdpi_sync
-    fsdpi_worker *workers[FSDP_STREAM_COUNT]; // worker thread of each stream, or NULL; may be shared
+    fsdpi_worker *workers[FSDP_STREAM_COUNT]; // thread of each stream, or NULL; may be shared
     fsdpi_timeline *timeline;      // FSDP_RUN_STREAMS: ops whose times are awaited, or NULL
     fsdpi_flight_record *flight;   // the flight record, or NULL
     int32_t num_comms, num_models; // numbers given to communicators and models so far

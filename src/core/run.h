@@ -114,9 +114,9 @@ static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_o
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: how op records run, inline or in worker threads, and events. A worker is one thread with a
-// FIFO of records; an event is a place in a worker's order. Invariants: records of one stream run in
-// the order of issue. COMPUTE is the caller's own thread: its earlier work is done.
+// How ops run, inline or in worker threads, and events. A worker is one thread with a FIFO of ops;
+// an event is a position in a worker's order. Invariants: ops of one stream run in the order of
+// issue. COMPUTE is the caller's own thread: its earlier work is done.
 
 #define FSDPI_WORKER_OPS 64 // records in flight per worker; issuing one more waits
 
@@ -219,7 +219,7 @@ static void fsdpi_worker_wait(fsdpi_worker *worker, uint64_t seq) {
     }
 }
 
-// Before a record of the worker `own` (NULL: of COMPUTE) runs: other workers finish what it waits for.
+// Waits until other workers have finished what an op of the worker `own` (NULL: COMPUTE) waits for.
 static void fsdpi_worker_await(fsdp_world *w, const fsdpi_worker *own, fsdp_op *op) {
     const int timed = op->timed && op->num_waits;
     const int64_t reached = timed ? fsdpi_now(w) : 0;
@@ -272,8 +272,8 @@ static fsdp_status fsdpi_worker_start(fsdp_world *w, int stream) {
     return FSDP_OK;
 }
 
-/* The first record on the stream EXTENSION makes it. On a device it is another stream. With worker threads
-   it is another thread, if collectives of several streams may run at the same time. */
+/* The first record on the stream EXTENSION makes it. On a device it is another stream. With worker
+   threads it is another thread, if collectives of several streams may run at the same time. */
 static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     const int s = FSDP_STREAM_EXTENSION;
     if (w->mode == FSDP_RUN_STREAMS && !w->streams[s]) {
