@@ -571,6 +571,7 @@ static char *squeeze(char *to, const char *from, const char *end) {
 TEST(cluster, errors_of_the_document) {
     static const char *const paths[] = {"backends/fsdp_store.h",
                                         "backends/fsdp_store_core.h",
+                                        "backends/fsdp_store_frames.h",
                                         "backends/fsdp_store_server.h",
                                         "backends/fsdp_store_sockets.h",
                                         "backends/fsdp_comm.h",

@@ -803,13 +803,13 @@ static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp
     return 1;
 }
 
-static fsdp_status rehearse_step(void *user) {
+static fsdp_status dry_step(void *user) {
     tape *t = (tape *)user;
     tape_step(t);
     return fsdp_finalize_backward(t->model);
 }
 
-static fsdp_status rehearse_without_end(void *user) {
+static fsdp_status dry_without_end(void *user) {
     tape_step((tape *)user);
     return FSDP_OK; /* units are in backward */
 }
@@ -832,13 +832,13 @@ TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     step(&b);
     photograph(&b, &photo_before);
     uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_step, &dry));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &dry));
     CHECK_EQ_INT(b.s.works, works);
     CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_without_end, &dry));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_without_end, &dry));
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK_OK(fsdp_attach(b.model, &ee));
@@ -1000,7 +1000,7 @@ TEST(extension, restored_unit_holds_its_slots) {
 }
 
 /* Prefetches of a dry run do not count against prefetch_bytes afterwards. */
-static fsdp_status rehearse_prefetch(void *user) {
+static fsdp_status dry_prefetch(void *user) {
     bed *b = (bed *)user;
     fsdp_status status = fsdp_pre_forward(b->units[0]);
     CHECK_EQ_INT(fsdp_unit_storage(b->units[1]), FSDP_STORAGE_IN_FLIGHT);
@@ -1019,7 +1019,7 @@ TEST(extension, dry_run_prefetches) {
     fsdp_extension e = tape_open(&t, &b);
     photograph(&b, &photo_before);
     for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_prefetch, &b));
+        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_prefetch, &b));
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
@@ -1032,7 +1032,7 @@ TEST(extension, dry_run_prefetches) {
 
 /* Uses of parameters, their flags, and unreduced gradients are unchanged after a dry run of two
    microbatches with finalize. */
-static fsdp_status rehearse_uses(void *user) {
+static fsdp_status dry_uses(void *user) {
     tape *t = (tape *)user;
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
@@ -1072,7 +1072,7 @@ TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
         }
         CHECK_OK(fsdp_finalize_backward(b.model));
         photograph(&b, &photo_before);
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_uses, &t));
+        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_uses, &t));
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
@@ -2076,16 +2076,16 @@ typedef struct {
     tape *t;
     int runs;
     fsdp_status result;
-} rehearsed;
+} dry_state;
 
-static rehearsed rehearsed_as(bed *b, tape *t) {
-    rehearsed r = {b, t, 0, FSDP_OK};
+static dry_state dry_state_as(bed *b, tape *t) {
+    dry_state r = {b, t, 0, FSDP_OK};
     return r;
 }
 
 /* Sets every option, and makes calls with them. */
-static fsdp_status rehearse_options(void *user) {
-    const rehearsed *r = (const rehearsed *)user;
+static fsdp_status dry_options(void *user) {
+    const dry_state *r = (const dry_state *)user;
     fsdp_unit *const *units = r->b->units;
     fsdp_model *m = r->b->model;
     uint64_t was = fsdpi_plan_settings(m);
@@ -2127,8 +2127,8 @@ TEST_P(extension, dry_run_of_options, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_set_post_accumulate_hook(b.units[1], 0, no_grad, &b));
     step(&b);
     photograph(&b, &photo_before);
-    rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_options, &r));
+    dry_state r = dry_state_as(&b, &t);
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_options, &r));
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
     CHECK_OK(fsdp_pre_forward(b.units[0])); /* the prefetch lists are restored */
@@ -2143,8 +2143,8 @@ TEST_P(extension, dry_run_of_options, settings, RANKS(row->world)) {
 
 /* In a dry run no pool provides slots. The first failure ends the dry run; the model is
    restored. */
-static fsdp_status rehearse_until_refused(void *user) {
-    rehearsed *r = (rehearsed *)user;
+static fsdp_status dry_until_refused(void *user) {
+    dry_state *r = (dry_state *)user;
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < NUM_UNITS && !status; i++) {
         status = fsdp_pre_forward(r->b->units[i]);
@@ -2161,11 +2161,11 @@ TEST(extension, dry_run_without_a_slot) {
     step(&b);
     photograph(&b, &photo_before);
     for (int refuse = 1; refuse <= NUM_UNITS + 1; refuse++) {
-        rehearsed r = rehearsed_as(&b, &t);
+        dry_state r = dry_state_as(&b, &t);
         t.asked = 0;
         t.refuse = refuse;
         fsdp_status wanted = refuse <= NUM_UNITS ? FSDP_ERR_INVALID_ARG : FSDP_OK;
-        CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), wanted);
+        CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), wanted);
         CHECK_EQ_INT(r.runs, refuse - 1);
         if (wanted)
             CHECK(strstr(fsdp_last_error(b.s.world), "[E915] an extension gave 'unit") &&
@@ -2175,9 +2175,9 @@ TEST(extension, dry_run_without_a_slot) {
         photograph(&b, &photo_after);
         check_photos(&photo_before, &photo_after);
     }
-    rehearsed r = rehearsed_as(&b, &t); /* no extension provides slots */
+    dry_state r = dry_state_as(&b, &t); /* no extension provides slots */
     e.buffer = NULL;
-    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(r.runs, 0);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
@@ -2186,9 +2186,9 @@ TEST(extension, dry_run_without_a_slot) {
     bed_close(&b);
     bed_open(&b, &settings[2]); /* other ranks do not wait: nothing runs */
     e = tape_open(&t, &b);
-    r = rehearsed_as(&b, &t);
+    r = dry_state_as(&b, &t);
     t.refuse = 1;
-    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_world_status(b.s.world));
     tape_close(&t);
     bed_close(&b);
@@ -2205,7 +2205,7 @@ TEST_P(extension, dry_run_without_op, settings, RANKS(row->world)) {
     int64_t waits = b.s.waits;
     photograph(&b, &photo_before);
     e.op = NULL;
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_step, &t));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &t));
     CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
     CHECK_EQ_INT(b.s.waits, waits);
     photograph(&b, &photo_after);
@@ -2250,8 +2250,8 @@ TEST_P(extension, dry_run_calls_one_extension, settings, RANKS(row->world)) {
     e.call = tape_counts_calls;
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     int calls = g.calls, ops = g.ops;
-    rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_until_refused, &r)); /* commits first */
+    dry_state r = dry_state_as(&b, &t);
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r)); /* commits first */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK(h.relayouts == 1 && g.relayouts == 0); /* the commit's */
     CHECK_EQ_INT(t.num_calls, 2 * NUM_UNITS * 1000);
@@ -2292,8 +2292,8 @@ TEST(extension, dry_run_after_ops) {
     CHECK_OK(fsdp_model_counters(b.model, &to));
     uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
     CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
-    rehearsed r = rehearsed_as(&b, &t);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, rehearse_until_refused, &r));
+    dry_state r = dry_state_as(&b, &t);
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, dry_until_refused, &r));
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_EQ_INT(w.told[FSDP_OP_ALL_GATHER], issued);
     CHECK_EQ_INT(w.bad, 0);
@@ -2302,22 +2302,22 @@ TEST(extension, dry_run_after_ops) {
 }
 
 /* A dry run returns the status of its function; if the function does not run, another one. */
-static fsdp_status rehearse_nothing(void *user) {
-    rehearsed *r = (rehearsed *)user;
+static fsdp_status dry_nothing(void *user) {
+    dry_state *r = (dry_state *)user;
     r->runs++;
     return r->result;
 }
-static fsdp_status rehearse_within(void *user) { /* the outer dry run continues */
-    rehearsed *r = (rehearsed *)user;
+static fsdp_status dry_within(void *user) { /* the outer dry run continues */
+    dry_state *r = (dry_state *)user;
     fsdp_extension e = FSDP_ZERO;
-    rehearsed inner = rehearsed_as(r->b, r->t);
+    dry_state inner = dry_state_as(r->b, r->t);
     uint64_t works = r->b->s.works, colls = r->b->s.colls[FSDP_OP_ALL_GATHER];
     inner.result = FSDP_ERR_CORRUPT;
-    CHECK_STATUS(fsdpi_plan_dry_run(r->b->model, &e, rehearse_nothing, &inner), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdpi_plan_dry_run(r->b->model, &e, dry_nothing, &inner), FSDP_ERR_CORRUPT);
     CHECK_EQ_INT(inner.runs, 1);
     int num = r->t->num_ops;
     r->t->record = 1;
-    CHECK_OK(rehearse_until_refused(user));
+    CHECK_OK(dry_until_refused(user));
     r->t->record = 0;
     CHECK(r->t->num_ops > num && r->b->s.works == works);
     CHECK_EQ_INT(r->b->s.colls[FSDP_OP_ALL_GATHER], colls);
@@ -2328,24 +2328,24 @@ TEST(extension, dry_run_status) {
     bed b;
     bed_open(&b, &settings[5]);
     fsdp_extension e = tape_open(&t, &b);
-    rehearsed r = rehearsed_as(&b, &t);
+    dry_state r = dry_state_as(&b, &t);
     CHECK_OK(
-        fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r)); /* the model is committed then */
+        fsdpi_plan_dry_run(b.model, &e, dry_nothing, &r)); /* the model is committed then */
     CHECK_EQ_INT(r.runs, 1);
     CHECK_EQ_INT((long long)b.model->num_commits, 1);
     r.result = FSDP_ERR_CORRUPT;
-    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_nothing, &r), FSDP_ERR_CORRUPT);
     r.result = FSDP_OK;
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_pre_forward(b.units[1]));
-    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is in forward"));
+    CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_nothing, &r), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "dry run: unit 'unit1' is in forward"));
     CHECK_EQ_INT(r.runs, 2);
     CHECK_OK(fsdp_post_forward(b.units[1]));
     CHECK_OK(fsdp_unshard(b.units[2])); /* idle, and gathered */
     photograph(&b, &photo_before);
     r.runs = 0;
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, rehearse_within, &r));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_within, &r));
     CHECK_EQ_INT(r.runs, NUM_UNITS);
     photograph(&b, &photo_after);
     check_photos(&photo_before, &photo_after);
@@ -2357,7 +2357,7 @@ TEST(extension, dry_run_status) {
 }
 
 /* A unit still holds the slot of another extension after a dry run that resharded it. */
-static fsdp_status rehearse_reshard(void *user) {
+static fsdp_status dry_reshard(void *user) {
     fsdp_status status = fsdp_reshard((fsdp_unit *)user);
     return status ? status : fsdp_unshard((fsdp_unit *)user);
 }
@@ -2376,7 +2376,7 @@ TEST(extension, dry_run_of_supplied_slots) {
     CHECK_OK(fsdp_attach(b.model, &e));
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK(l.part->held);
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, rehearse_reshard, b.units[1]));
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &et, dry_reshard, b.units[1]));
     CHECK_EQ_INT(l.given_back, 0);
     CHECK(l.part->held && b.units[1]->state.slot[FSDP_POOL_GATHER] == l.part);
     CHECK_OK(fsdp_wait(b.units[1]));
@@ -3011,7 +3011,7 @@ TEST_P(extension, collectives, channels) {
 
 /* ---- without memory -------------------------------------------------------------------------- */
 
-static fsdp_status rehearse_no_call(void *user) {
+static fsdp_status dry_no_call(void *user) {
     (void)user;
     return FSDP_OK;
 }
@@ -3032,7 +3032,7 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
     if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
     if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
-    if (!status) status = fsdpi_plan_dry_run(m, &e, rehearse_no_call, NULL);
+    if (!status) status = fsdpi_plan_dry_run(m, &e, dry_no_call, NULL);
     W_CHECK(status == FSDP_OK ||
                 (status == FSDP_ERR_OUT_OF_MEMORY && strstr(fsdp_last_error(w), "memory")),
             "%s", fsdp_last_error(w));
