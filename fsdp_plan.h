@@ -80,7 +80,7 @@ typedef struct fsdp_plan_desc {
     int64_t bucket_bytes;       // full side of a bucket's collective; 0: 1 MiB; -1: no buckets
     int64_t first_bucket_bytes; // the first bucket of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
-    const fsdp_plan_cost *cost; // NULL: all passes run. Otherwise bucket, keep and ahead run only if
+    const fsdp_plan_cost *cost; // NULL: all passes run. Otherwise bucket, keep and ahead run if
                                 // fsdp_plan_simulate predicts no slower step. Copied
     uint64_t end_canary;
 } fsdp_plan_desc;
