@@ -29,7 +29,7 @@
      directory its name. With no_sync that holds for a killed job, but not for a power cut; load
      then notices by the checksums.
      A failure of a file on any rank fails the call on all ranks, with the rank, the file and the
-     system's reason in the text. The world goes on, and so can training.
+     system's reason in the text. The world and the training can continue.
      No rank waits for another one's disk inside a collective: while files are written or read,
      ranks meet at least every 100 ms. So a checkpoint may take longer than the deadline.
      Bits: parameters, states and blobs come back exactly as they were. On CPU backends and on the
@@ -90,13 +90,13 @@ typedef struct fsdp_checkpoint_blob {
     int32_t optional;  // 1: load leaves it as it is if the checkpoint has none
 } fsdp_checkpoint_blob;
 
-// How a parameter is called in files, and where this rank's part lies in the whole tensor.
+// The name of a parameter in files, and the position of this rank's part in the full tensor.
 typedef struct fsdp_checkpoint_place {
     char name[FSDP_CHECKPOINT_NAME];   // in: see NAMES. out: "" leaves the parameter out. UTF-8
     int64_t shape[FSDP_MAX_DIMS];      // in: the parameter's. out: the whole tensor's
     int64_t start[FSDP_MAX_DIMS];      // in: 0. out: where the parameter begins in the whole
-    int32_t replica, num_replicas;     // in: 0, 1. out: groups of ranks beside the unit's mesh that
-                                       // hold the same, and which one this rank is in
+    int32_t replica, num_replicas;     // in: 0, 1. out: num_replicas groups of ranks outside of the
+                                       // unit's mesh have equal data; replica: this rank's group
 } fsdp_checkpoint_place;
 typedef void (*fsdp_checkpoint_place_fn)(void *user, const fsdp_param_view *param,
                                          fsdp_checkpoint_place *place);
@@ -111,11 +111,11 @@ typedef struct fsdp_checkpoint_desc {
     int32_t param_names;               // 1: names of parameters alone (fsdp_replicate.h, whose
                                        // units are buckets)
     int32_t no_sync;                   // 1: no fsync: see WHAT IT PROMISES
-    int32_t keep, keep_every;          // keep > 0: so many newest checkpoints stay, and those whose
-                                       // step is a multiple of keep_every. Then one job at a time
-                                       // owns the directory
-    int32_t stall_ms;                  // a rank whose file call makes no progress for so long fails
-                                       // the call. 0: 600,000
+    int32_t keep, keep_every;          // keep > 0: the newest `keep` checkpoints stay, and those
+                                       // whose step is a multiple of keep_every. Then only one
+                                       // job at a time may use the directory
+    int32_t stall_ms;                  // the call fails if a file call of a rank makes no progress
+                                       // for that many ms. 0: 600,000
     int32_t reserved;
     int64_t stage_bytes;               // host memory that a save may take for copies. 0: what
                                        // save_async needs to return at once, see there
@@ -146,7 +146,7 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck);
    fsdp_checkpoint_save_async - return when everything is copied; from then on you may change it.
                poll or wait completes the save. If an earlier one is under way, it is completed
                first
-   fsdp_checkpoint_poll       - go on with a save under way without waiting for files. busy: out: 1:
+   fsdp_checkpoint_poll       - continue a save under way without waiting for files. busy: out: 1:
                it is not complete yet; may be NULL
    fsdp_checkpoint_wait       - complete the save under way
    dir         made if it is not there, but not its parent; equal on all ranks. step, too: 0 to 2^62
@@ -155,7 +155,7 @@ FSDP_API void fsdp_checkpoint_destroy(fsdp_checkpoint *ck);
                is not idle, or holds gradients that are not reduced), INVALID_ARG (the step is there
                already; ranks or replicas write the same rows: the text names the tensor), IO,
                OUT_OF_MEMORY: there is no such checkpoint, nothing of it is left if files can be
-               removed, and the world goes on. Collective errors
+               removed, and the world continues. Collective errors
    Collective  yes: every rank of the world
    Blocks      save: until it is complete. save_async: until everything is copied; if stage_bytes is
                less than what this rank writes, until the rest is written. poll: no longer than the
@@ -183,7 +183,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, c
                                                           int64_t max_step, char *path, size_t cap,
                                                           int64_t *step);
 
-// Where a parameter comes from in files of others.
+// The source of a parameter in files of other programs.
 typedef struct fsdp_checkpoint_source {
     char name[FSDP_CHECKPOINT_NAME];   // in: of the first: the name in files of ours
     int32_t transpose, reserved;       // 1: a matrix that is stored the other way round
@@ -205,7 +205,7 @@ typedef struct fsdp_checkpoint_load_desc {
     int32_t verify;                    // READ: checksums of the blocks that this rank reads as a
                                        // whole. ALL: first of all blocks, shared by the ranks
     fsdp_checkpoint_source_fn source;  // NULL: names of ours. With it states are not loaded
-    void *user;                        // of source
+    void *user;                        // argument of source
     uint64_t end_canary;
 } fsdp_checkpoint_load_desc;
 
@@ -231,7 +231,7 @@ typedef struct fsdp_checkpoint_load_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                                                           const fsdp_checkpoint_load_desc *desc);
 
-typedef struct fsdp_checkpoint_report { // of the last save or load of an object
+typedef struct fsdp_checkpoint_report { // figures of an object's last save or load
     int64_t step;                       // save: the step. load: that of the manifest, else -1
     int64_t bytes, total_bytes;         // data: written or read by this rank; in the whole
     int64_t blocked_ns, total_ns;       // how long the call took; and save_async to its completion
@@ -262,15 +262,15 @@ FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck);
 typedef struct fsdp_checkpoint_reader fsdp_checkpoint_reader;
 
 typedef struct fsdp_checkpoint_contents {
-    int64_t step;                       // of the manifest; -1: there is none
+    int64_t step;                       // the manifest's; -1: there is none
     int64_t world;                      // ranks whose blobs it has; 0: not told
     int64_t num_files, num_tensors, num_boxes;
-    int64_t data_bytes;                 // of all files, without headers
+    int64_t data_bytes;                 // in all files, without headers
     int32_t has_checksums, reserved;
 } fsdp_checkpoint_contents;
 
 typedef struct fsdp_checkpoint_tensor { // a whole tensor, in however many boxes
-    const char *name;                   // as strangers wrote it; lives as long as the reader
+    const char *name;                   // untrusted; lives as long as the reader
     fsdp_dtype dtype;                   // FSDP_SAFETENSORS_OTHER: read gives its bytes, with KEEP
     int32_t ndim, file_dtype;           // file_dtype: for fsdp_safetensors_dtype_name
     int32_t num_boxes;                  // copies count once
@@ -314,13 +314,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader
 
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
-    fsdp_dtype dtype;                   // of floating tensors, states left out; KEEP: as they are
+    fsdp_dtype dtype;                   // for floating tensors, except states; KEEP: as they are
     int32_t with_optimizer;             // 0: no names that begin with "optim.state." or "fsdp.".
                                         // With num_ranks they are always written
-    int32_t num_ranks;                  // > 0: a checkpoint of ours in so many data files
+    int32_t num_ranks;                  // > 0: a checkpoint of this library in num_ranks files
     int32_t ema;                        // 1: parameters that have an average (fsdp_ema_create) are
                                         // written as that, in their dtype. Not with num_ranks
-    int64_t max_file_bytes;             // a file holds so many bytes of data, or one larger tensor.
+    int64_t max_file_bytes;             // most bytes of data in a file, or one larger tensor.
                                         // 0: 5,000,000,000
                                         // Not with num_ranks
     // The name there: 1, out is [FSDP_CHECKPOINT_NAME]. 0: leave the tensor out. NULL: as it is.
@@ -328,7 +328,7 @@ typedef struct fsdp_checkpoint_export_desc {
     void *user;
     const fsdp_file_ops *files;         // NULL: the operating system
     void *files_user;
-    const char *ema_name;               // of several averages the one with this fsdp_ema_desc.name;
+    const char *ema_name;               // if there are several averages: fsdp_ema_desc.name of one;
                                         // NULL: the one without a name
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
@@ -340,15 +340,15 @@ typedef struct fsdp_checkpoint_export_desc {
                splits tensors in the order of their names.
                Tensors of dtypes that the library does not have pass through as they are.
                With num_ranks as a checkpoint of ours: each file has its rows of every tensor;
-               tensors with few rows or bytes are in one file. The step is that of the name
-               step-NNNNNNNN of out, else that of path, else 0. Blobs stay those of the ranks that
-               saved them
+               tensors with few rows or bytes are in one file. The step comes from the name
+               step-NNNNNNNN of out, or if it has none, of path, or is 0. Blobs stay those of
+               the ranks that saved them
    out         made; its parent must be there. It gets its name when it is complete
    text        verify: also what was checked, if nothing is wrong
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (elements of less than a byte; too many
                dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write),
-               OUT_OF_MEMORY. After a failure out is not there, and nothing beside it if files can
-               be removed. Only if the last sync of its parent fails (IO) it is there
+               OUT_OF_MEMORY. After a failure out does not exist, and no other file remains if
+               files can be removed. Only if the last sync of its parent fails (IO) it is there
    Blocks      while files are read and written      Allocates headers, tables, 9 MiB
    Source      torch: consolidate_safetensors_files */
 FSDP_API fsdp_status fsdp_checkpoint_verify(const char *path, const fsdp_file_ops *files,

@@ -51,7 +51,7 @@ extern "C" {
 /* -------------------------------------------------------------------------------------------- */
 /* Specs: which part of a tensor each rank has.                                                   */
 
-// What one mesh dim does with a tensor. All zero: every rank has all of it.
+// The placement of a tensor along one mesh dim. All zero: every rank has the full tensor.
 enum { FSDP_REPLICATE = 0, FSDP_SHARD = 1, FSDP_PARTIAL = 2 };
 enum { FSDP_AVG = 3 };                // how addends are joined, in addition to FSDP_SUM, _MAX, _MIN
 typedef struct fsdp_placement {
@@ -73,7 +73,7 @@ typedef struct fsdp_spec {
     int64_t shape[FSDP_MAX_DIMS];        // [ndim] of the whole tensor; the rest is 0
 } fsdp_spec;
 
-// What one coordinate of the mesh has.
+// The part of a tensor at one coordinate of the mesh.
 typedef struct fsdp_local {
     int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: of an empty part the
                                                         // size of the tensor's dim
@@ -115,9 +115,9 @@ FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_
 
 /* fsdp_spec_to_strided   - the split factors with which PyTorch writes the orders of a spec
    fsdp_spec_from_strided - the orders that have these factors; overwrites those of spec
-   factor      [mesh_ndim]: 1 where PyTorch has Shard, Replicate or Partial; else that of
-               _StridedShard. from_strided reads it only where spec has SHARD. It may differ from 1
-               only by the sizes of mesh dims to the right
+   factor      [mesh_ndim]: 1 where PyTorch has Shard, Replicate or Partial, otherwise the
+               factor of _StridedShard. from_strided reads it only where spec has SHARD. It may
+               differ from 1 only by the sizes of mesh dims to the right
    Result      FSDP_OK; INVALID_ARG (a factor < 1, a spec that fsdp_spec_init did not fill);
                from_strided: UNSUPPORTED, if no order has these factors. Then spec is unchanged
    Note        PyTorch's strided parts are these parts only if every cut is even. What FSDP over
@@ -130,10 +130,10 @@ FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *fact
 /* -------------------------------------------------------------------------------------------- */
 /* Routes: how to get from one spec to another.                                                   */
 
-// What the library believes about the mesh; the same on all ranks. All 0: PyTorch's numbers, 6.6 us
+// Assumed speeds of the mesh's links, equal on all ranks. All 0: PyTorch's numbers, 6.6 us
 // for a collective, 0.6 us for each hop, 87.7 GB/s (GB: 2^30 bytes).
 typedef struct fsdp_links {
-    double base_us, hop_us[FSDP_MAX_DIMS], gbytes_per_s[FSDP_MAX_DIMS]; // of each mesh dim
+    double base_us, hop_us[FSDP_MAX_DIMS], gbytes_per_s[FSDP_MAX_DIMS]; // for each mesh dim
     int32_t no_all_to_all;            // 1: there is none; an all-gather and a slice do its work
     int32_t greedy;                   // 1: the steps of PyTorch's default planner instead of the
                                       // cheapest, if all cuts are made from left to right
@@ -255,11 +255,11 @@ typedef struct fsdp_tensor_op_args {
 enum { FSDP_TENSOR_OP_INPUTS = 4 };
 typedef struct fsdp_propagation {
     fsdp_spec out;
-    fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
+    fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // required specs of the inputs
     fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
                                            // output is as out, REPLICATE for PARTIAL (then it is
                                            // that of a rank's addend). All 0: ids
-    double cost_us;                        // of bringing the inputs there
+    double cost_us;                        // cost of redistributing the inputs
     int32_t num_in;
     int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
                                       // whose row it does not have
@@ -273,8 +273,8 @@ typedef struct fsdp_propagation {
    links       as for fsdp_route_find
    Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
                dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in
-               this way already, and cuts no dim anew that is shorter than the number of parts. Of
-               equal costs: fewest placements that change, then fewest PARTIAL in the output
+               this way already, and adds no cut to a dim shorter than the number of parts. Of equal
+               costs: fewest placements that change, then fewest PARTIAL in the output
    Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
                fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
                than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
@@ -292,13 +292,13 @@ typedef struct fsdp_dmesh fsdp_dmesh;
 
 typedef struct fsdp_dmesh_desc {
     uint32_t size, start_canary;
-    const fsdp_mesh *mesh;            // the placements of this model's tensors speak of its dims
+    const fsdp_mesh *mesh;            // placements of this model's tensors refer to its dims
     const char *tp_dim;               // names of its dims. NULL: "tp", if there is one
     const char *shard_dim;            // NULL: that over whose ranks the model's mesh_info does so.
     const char *replicate_dim;        // If one of these is no dim of this mesh: "dp_shard", else
                                       // "dp", and "dp_replicate", if there are such
     int64_t staging_bytes;            // of each staging buffer; 0: as large as redistributions need
-    int32_t overlap;                  // 1: fsdp_redistribute_begin runs beside your stream
+    int32_t overlap;                  // 1: fsdp_redistribute_begin overlaps with your stream
     int32_t reserved;
     fsdp_links links;                 // as for fsdp_route_find
     uint64_t end_canary;
@@ -341,7 +341,7 @@ typedef struct fsdp_redistribution_desc {
     uint32_t size, start_canary;
     const char *name;                 // in texts and records, copied, at most 63 bytes: for example
                                       // "h.3 mlp in". NULL: "redistribute"
-    fsdp_spec from, to;               // of one mesh, shape and dtype
+    fsdp_spec from, to;               // with equal mesh, shape and dtype
     fsdp_dtype comm_dtype;            // parts are cast to it before they travel, and back. KEEP: no
     int32_t reserved;
     double scale;                     // the result is multiplied by it; 0: 1
@@ -385,23 +385,23 @@ FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim,
    Result      FSDP_OK; INVALID_ARG */
 typedef struct fsdp_redistribution_info {
     fsdp_route route;                    // its costs: of the sizes in the desc
-    fsdp_local from, to;                 // of this rank, of the sizes now
-    int64_t src_capacity, dst_capacity;  // bytes. If src or dst is the begin of as much memory of
+    fsdp_local from, to;                 // this rank's parts, of the current sizes
+    int64_t src_capacity, dst_capacity;  // bytes. If src or dst begins that much memory of
                                          // fsdp_dmesh_alloc, padding needs no copy
     uint64_t routes;                     // that dm has found, of all its redistributions
-    uint64_t runs;                       // of this one
+    uint64_t runs;                       // runs of this object
 } fsdp_redistribution_info;
 FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
                                              fsdp_redistribution_info *out);
 
 /* fsdp_redistribute - run it, in the order of your stream
    src, dst    device memory: this rank's parts `from` and `to`. You may write src after the call.
-               dst may be src if the route has no step but all_reduce; else they must not overlap.
+               dst may equal src if every step is an all_reduce; otherwise they must not overlap.
                An empty part may be NULL
-   Writes      dst; if dst is the begin of memory of fsdp_dmesh_alloc: up to dst_capacity bytes
-   Copies      inside of one run the library stages what peers cannot read, and what is not laid out
-               as a collective needs it: parts that are cut along a dim behind one that is longer
-               than 1, uneven parts without room for padding
+   Writes      dst; if dst is the beginning of memory of fsdp_dmesh_alloc: up to dst_capacity bytes
+   Copies      the library stages data that peers cannot read, and data whose layout does not fit a
+               collective: parts that are cut along a dim that follows one longer than 1, and uneven
+               parts without room for padding
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (begun and not waited for); collective errors,
                which abort the world
    Collective  yes: every rank of dm's mesh, same order
@@ -409,7 +409,7 @@ FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
    Source      torch: DTensor.redistribute */
 FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src);
 
-/* fsdp_redistribute_begin - the same beside your stream, if dm has overlap; else as
+/* fsdp_redistribute_begin - run it concurrently with your stream, if dm has overlap; otherwise as
                fsdp_redistribute. Until the wait, dst and src are the library's
    fsdp_redistribute_wait  - from here on your stream may read dst and write src. If nothing was
                begun, it does nothing
@@ -421,11 +421,11 @@ FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const 
 FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src);
 FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r);
 
-/* fsdp_dtensor_check - do all ranks that should have equal bytes have them? A hash of the part
+/* fsdp_dtensor_check - check that ranks with equal parts have equal bytes. A hash of the part
    travels, not the data
    data        device memory: this rank's part; NULL if it is empty
    what        its name, for the text
-   Result      FSDP_OK; CORRUPT: the text names two ranks that differ; the world goes on.
+   Result      FSDP_OK; CORRUPT: the text names two ranks that differ; the world continues.
                INVALID_ARG; collective errors
    Collective  yes: every rank of dm's mesh      Blocks yes, at most timeout_ms for each step
    Source      torch: DTensor.from_local(run_check=True) */

@@ -1,8 +1,8 @@
 /* fsdp_safetensors.h - the safetensors format: headers read and written, checksums, and what two
    boxes of a tensor share; an extension of fsdp.h
 
-   A file of this format is a number of 8 bytes, a header of so many bytes (JSON), and the data. The
-   header says which part of the data each tensor takes. One file may hold parts of tensors, boxes;
+   A file of this format is a number of 8 bytes, a header of that many bytes (JSON), and the data.
+   The header has the range of each tensor in the data. One file may hold parts of tensors, boxes;
    then it has the sharding info that PyTorch's distributed checkpoint writes, too. This header has
    the functions for it that need no file, no memory and no other rank. It trusts no byte that it
    reads.
@@ -20,7 +20,7 @@
            w.shape[0] = 2, w.shape[1] = 4, w.start[0] = 1, w.whole[0] = 3, w.whole[1] = 4;
            int64_t size = fsdp_safetensors_print(&w, 1, 1, NULL, NULL, 0, header, sizeof header);
            if (size < 0 || size > (int64_t)sizeof header) return 1;
-           int64_t data = w.end; // bytes behind the header
+           int64_t data = w.end; // bytes after the header
            if (fsdp_safetensors_parse(header, size, data, NULL, NULL, &info, why, sizeof why)) {
                fprintf(stderr, "%s\n", why);
                return 1;
@@ -49,8 +49,8 @@
      and stands once; an entry is an object; a size is at most 2^62; DCP_SHARDING_INFO is checked; a
      number that means nothing may be too large for a double.
    TEXTS OF FAILURES
-     They have no rank and no file: they are to stand behind the name of a file. Bytes "of the data"
-     are counted from the end of the header, all other ones from the begin of the file. */
+     They have no rank and no file: print them after the name of a file. Bytes "of the data" are
+     counted from the end of the header, all others from the beginning of the file. */
 #ifndef FSDP_SAFETENSORS_H
 #define FSDP_SAFETENSORS_H
 
@@ -71,8 +71,8 @@ enum { FSDP_SAFETENSORS_OTHER = 64 }; // a dtype that the format has and the lib
 typedef struct fsdp_safetensors_entry {
     const char *name;             // UTF-8, terminated; parse: in the caller's text room
     fsdp_dtype dtype;             // FSDP_F32, ..., or FSDP_SAFETENSORS_OTHER
-    int32_t ndim;                 // of the file; shape, start, whole hold the first FSDP_MAX_DIMS
-    int64_t shape[FSDP_MAX_DIMS]; // of the box
+    int32_t ndim;                 // in the file; shape, start, whole hold the first FSDP_MAX_DIMS
+    int64_t shape[FSDP_MAX_DIMS]; // the box's
     int64_t start[FSDP_MAX_DIMS]; // where it begins in the whole tensor; 0 without sharding info
     int64_t whole[FSDP_MAX_DIMS]; // shape of the whole tensor; all 0: not told (files of PyTorch)
     int64_t begin, end;           // bytes of the data
@@ -85,9 +85,9 @@ typedef struct fsdp_safetensors_info {
     char writer[24];                 // "fsdp.writer" of the metadata: "3/8"; "": none, or longer
 } fsdp_safetensors_info;
 
-/* fsdp_safetensors_header_bytes - how many bytes the header of a file has
+/* fsdp_safetensors_header_bytes - get the number of bytes of a file's header
    first       the first 8 bytes of the file; not read if file_bytes is less
-   header_bytes  out: so many bytes behind those 8 are the header; the data is what follows
+   header_bytes  out: bytes of the header, which follows those 8; then the data follows
    why         [why_cap] what is wrong, if the result is CORRUPT; else ""
    Result      FSDP_OK; CORRUPT (the file is shorter than 8 bytes, or than 8 and the header; more
                than 100,000,000 bytes); INVALID_ARG (NULL, a negative size)
@@ -99,7 +99,7 @@ FSDP_API fsdp_status fsdp_safetensors_header_bytes(const void *first, int64_t fi
 /* fsdp_safetensors_parse - check a header and list its tensors. Call it twice: to measure, and with
    room
    header      [header_bytes], from byte 8 of the file on
-   data_bytes  of the file behind the header; tensors have to cover them, none twice
+   data_bytes  bytes after the header; the tensors must cover each exactly once
    entries, text   NULL: it checks what it can without memory, and measures. Else room as info told
                for the same header, and it checks everything. Entries come in the order of their
                bytes; text has to live as long as their names
@@ -152,12 +152,12 @@ FSDP_API uint32_t fsdp_crc32c(uint32_t crc, const void *data, int64_t nbytes);
 /* -------------------------------------------------------------------------------------------- */
 /* Boxes: an interval of each dim of a tensor.                                                    */
 
-// What two boxes share: `rows` runs of `elements` that lie together in both.
+// The intersection of two boxes: `rows` runs of `elements` that are contiguous in both.
 typedef struct fsdp_box_overlap {
     int64_t rows, elements;                         // rows 0: nothing
-    int64_t src, dst;                               // of this run: elements from a box's begin
+    int64_t src, dst;                               // this run's offset in each box, elements
     int32_t outer, reserved;                        // dims that are stepped through
-    int64_t size[FSDP_MAX_DIMS], at[FSDP_MAX_DIMS]; // [outer] of what is shared; where this run is
+    int64_t size[FSDP_MAX_DIMS], at[FSDP_MAX_DIMS]; // [outer] size of the intersection; run's place
     int64_t src_step[FSDP_MAX_DIMS], dst_step[FSDP_MAX_DIMS]; // [outer] elements
 } fsdp_box_overlap;
 
