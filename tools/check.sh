@@ -480,7 +480,7 @@ single_examples() { # DIGITS of their names
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests \
-        pragmas names
+        pragmas names english
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
     echo warnings.g++ # those of gcc and clang fail the builds of shm and asan in .ci/run

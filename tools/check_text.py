@@ -27,6 +27,8 @@
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist, and the files
+  english    comments and documents say after, next to, eagerly, again, inside ... in place of the
+             words in DIALECT: at most five of them stand in a file
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -737,6 +739,29 @@ def check_tests():
                 how = "failed" if results else "did not run"
                 yield f"{place}: {row} {'was skipped' if 'SKIPPED' in results else how}"
     print(f"note: {len(set(named))} names of tests, all of which ran")
+
+
+DIALECT = re.compile(
+    r"(?<![\w`'./-])(?:behind|beside|by calls|so (?:many|long|often)(?! as\b| that\b)|anew|"
+    r"inside of|an own|otherwise than|alike|seldom|in vain|mended)(?![\w`'(/-])")
+
+
+def prose_of(path):
+    """The comments of a source, or a document without code."""
+    text = read(path)
+    if path.endswith(".md"):
+        return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+    parts = re.findall(r'"(?:\\.|[^"\\\n])*"|(/\*.*?\*/|//[^\n]*)', text, flags=re.S)
+    return "\n".join(parts)
+
+
+def check_english():
+    for path in sorted(glob.glob("**/*", recursive=True)):
+        if not re.search(r"\.(h|c|cc|cu|md)$", path) or path.startswith(("build", "CHANGELOG.md")):
+            continue
+        found = DIALECT.findall(prose_of(path))
+        if len(found) > 5:
+            yield f"{path}: {', '.join(found)}: use the words that everybody uses"
 
 
 def main():

@@ -487,7 +487,7 @@ static void play(rig *r, const char *script) {
             for (int i = 0; i < 2; i++) CHECK(fsdp_grad(u, i));
             break;
         case ']':
-            CHECK(fsdp_data(u, 0)); /* also behind a recompute */
+            CHECK(fsdp_data(u, 0)); /* also after a recompute */
             CHECK_OK(fsdp_post_backward(u));
             break;
         case 's': CHECK_OK(fsdp_reshard(u)); break;
@@ -679,7 +679,7 @@ TEST(fully_shard_comm, backward_prefetch) {
         }
 }
 
-/* A layer with two branches behind it; a backward of one branch, then, over the same forward, of the
+/* A layer with two branches after it; a backward of one branch, then, over the same forward, of the
    other. What the first one gathers ahead in vain is there for the second one. */
 /* PyTorch: test_fully_shard_comm.py test_fully_shard_backward_prefetch. Done: two backwards over
    one forward that share a layer: PyTorch's events, without its two post-backwards that do nothing.
@@ -1116,7 +1116,7 @@ TEST(fully_shard_comm, backward_misprefetch) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, misprefetch, NULL);
 }
 
-/* The gathers of all units, each behind an all-reduce of the caller's own: forward finds them, and
+/* The gathers of all units, each after an all-reduce of the caller's own: forward finds them, and
    gathers nothing again. Layers are resharded after it, or never, as upstream's. */
 static void async_unshard(fsdp_world *world, const void *arg) {
     const int each = arg ? NET_UNITS : 2 * NET_UNITS - 1;

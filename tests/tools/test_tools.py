@@ -261,6 +261,15 @@ def test_extensions():
         sh(f"{sys.executable} {TOOLS}/check_text.py extensions", cwd=root)
 
 
+def test_english():
+    one = "/* It is %s the other. */\n"
+    for name, words in (("src/core/a.h", "behind"), ("fsdp_more.h", "so many, beside")):
+        text = GOOD[name] + one % words * 6
+        finds("english", f"{name}: {words.split(', ')[0]}", **{re.sub(r"\W", "_", name): text})
+    with tree(src_core_a_h=GOOD["src/core/a.h"] + one % "behind" * 5 + 'int x[] = {"behind"};\n') as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py english", cwd=root)
+
+
 def test_functions():
     def function(lines):
         return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
