@@ -59,7 +59,7 @@
      NaN, infinities, zeros and results that bf16 can represent stay as they are. Results beyond the
      largest bf16 are rounded to nearest. The random bits are a hash of desc.seed, t, the ordinal of
      the parameter and the index of the element in the whole parameter. So parameters have the same
-     bits on any number of ranks, on any mesh, on host and device, and in a run that goes on from a
+     bits on any number of ranks, on any mesh, on host and device, and in a run that resumes from a
      checkpoint. A checkpoint has t, but not the seed: give the same one again. In a unit that
      tensor parallelism cuts (fsdp_dtensor.h), the whole parameter is this rank's part of it, so the
      bits depend on the number of ranks of tp. f16, f32 and f64 parameters are rounded to nearest.
@@ -182,7 +182,7 @@ typedef struct fsdp_adamw_desc {
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
     fsdp_optim_group_fn group; // NULL: all parameters are in group 0
     void *user;                // argument of group
-    uint64_t seed;             // of stochastic rounding; the same on all ranks
+    uint64_t seed;             // seed of stochastic rounding; equal on all ranks
     uint32_t magic, reserved;  // magic: the function of the defaults sets it. Leave it as it is
     uint64_t end_canary;
 } fsdp_adamw_desc;
@@ -197,7 +197,7 @@ typedef struct fsdp_sgd_desc {
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
     fsdp_optim_group_fn group;   // NULL: all parameters are in group 0
     void *user;                  // argument of group
-    uint64_t seed;               // of stochastic rounding; the same on all ranks
+    uint64_t seed;               // seed of stochastic rounding; equal on all ranks
     int32_t stochastic_rounding; // 1: of bf16 parameters; default 0: to nearest
     uint32_t magic;              // the function of the defaults sets it. Leave it as it is
     uint64_t end_canary;
@@ -274,7 +274,7 @@ FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 // freeze or thaw of any parameter the pointers are stale. If the device updates the shards, first
 // and second are in its memory: use them in the order of COMPUTE. step is always in host memory.
 typedef struct fsdp_optim_state {
-    fsdp_dtype dtype;     // of first and second
+    fsdp_dtype dtype;     // dtype of first and second
     int32_t group;        // negative: the optimizer does not have it (frozen since creation, or
                           // left out by fsdp_optim_group_fn)
     int64_t numel;        // elements: fsdp_param_view.numel, in the same order, without padding
@@ -404,7 +404,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
    WHILE SWAPPED  forward, backward and fsdp_param_full see the average. A step of an optimizer,
                clipping, unscaling, fsdp_ema_update, a save, a load, fsdp_set_requires_grad and
                fsdp_model_cast are INVALID_STATE. A backward gives the gradients at the average:
-               call fsdp_zero_grad before the training goes on. Your hooks must not write shards.
+               call fsdp_zero_grad before the training continues. Your hooks must not write shards.
    SEVERAL     averages of a model, each with a desc.name, are swapped one at a time.
    CHECKPOINTS  have the items `ema` and `ema_step`, or `ema.NAME` and `ema_step.NAME`, from which
                any number of ranks goes on to the bit. Create the average before the load.
@@ -447,8 +447,8 @@ FSDP_API fsdp_ema_desc fsdp_ema_defaults(void);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *desc,
                                                      fsdp_ema **ema);
 
-/* fsdp_ema_update - average the weights of now. Where the device updates, it is one launch for each
-               dtype of parameters, and does not wait
+/* fsdp_ema_update - average the current weights. Where the device updates, the call launches one
+               kernel for each dtype of parameters, and does not wait
    Result      FSDP_OK; INVALID_ARG (NULL, or what decay_at returned), INVALID_STATE (swapped, or a
                unit is not idle); if the world is aborted, its status; errors of commit. In these
                cases nothing changes

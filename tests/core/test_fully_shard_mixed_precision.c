@@ -55,7 +55,7 @@ TEST_P(fully_shard_mixed_precision, dtypes, table) {
     }
 }
 
-/* The same with one rank and with replicas alone: nothing is gathered. */
+/* Meshes that gather nothing: one rank, and replicas without shards. */
 /* PyTorch: none. Own: only the numbers, on meshes that gather nothing. */
 TEST_P(fully_shard_mixed_precision, dtypes_one_shard, table) {
     static fs_net net;
@@ -335,8 +335,8 @@ static void recompute_casts(int outputs) {
 TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_forward_inputs) { recompute_casts(0); }
 TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_outputs) { recompute_casts(1); }
 
-/* All is frozen, integers among it, when the first forward runs, without gradients; what is thawed
-   then is reduced in the policy's dtype all the same. */
+/* All parameters, integers too, are frozen when the first forward runs, without gradients.
+   Parameters that are thawed later are still reduced in the policy's dtype. */
 static void thawed_later(lab_rank *r) {
     fsdp_param_desc p[5] = {fsdp_mat("0.weight", 16, 16), fsdp_vec("0.bias", 16),
                             fsdp_mat("1.weight", 16, 16), fsdp_vec("1.bias", 16),

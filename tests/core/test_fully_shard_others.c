@@ -42,7 +42,7 @@ static void freeze(fs_run *x) {
     fs_watch(x);
 }
 
-/* What is reduced is what can be trained: biases. */
+/* Checks that each reduce-scatter has only the trainable parameters, which are biases. */
 static void biases_are_reduced(fs_run *x, int it, int m) {
     (void)it, (void)m;
     for (int u = 0; u < x->net->count; u++) {
@@ -257,7 +257,7 @@ TEST(fully_shard_autograd, unused_forward_output) {
 }
 
 /* A module runs in forward, its output is not used: never, on some ranks, or in the microbatch that
-   is reduced, where its backward is not called: what the first one left is reduced all the same. Or
+   is reduced, where its backward is not called: the gradients of the first microbatch are still reduced. Or
    it does not even run, which is what upstream's test has. */
 enum { NEVER_USED, SOME_RANKS, FIRST_MICROBATCH, NEVER_RUN, USES };
 static double unused_module(fs_run *x, int it, int m) {
@@ -290,7 +290,8 @@ static void sync_last(fs_run *x, int it, int m) {
     (void)it;
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
-/* And each unit was reduced once, if this microbatch is, or not at all: never run, never used. */
+/* Checks that units are resharded. The last microbatch reduces each unit once, but unit 1 only if
+   some rank or microbatch has used it. */
 static void resharded(fs_run *x, int it, int m) {
     const int when = *(const int *)x->c->user, last = m == x->c->micros - 1;
     const int some = when == SOME_RANKS || when == FIRST_MICROBATCH;
@@ -538,7 +539,7 @@ TEST(fully_shard_overlap, training_overlap) {
 }
 
 /* A layer of the caller's own comes before the unit. The gather waits for the optimizer, not for
-   what the caller has computed since: it is hidden. If the caller says only then that parameters
+   later work of the caller: it is hidden. If the caller says only then that parameters
    have changed, it is not. */
 /* PyTorch: test_fully_shard_overlap.py test_fully_shard_post_optim_event_overlap. Done: the event
    is fsdp_params_changed. With it no gather is exposed, also not the first one, which PyTorch's
@@ -761,7 +762,7 @@ static void training_memory(int raf, int async, int offload) {
         CALL(r.s.world, fsdp_zero_grad(r.model));
     }
     CHECK_EQ_INT(working(&r), working_before);
-    /* what offload leaves on the device */
+    /* the elements that offload leaves on the device */
     if (offload) {
         AT_MOST(on_device(&r) / 4, (raf == NEVER ? u + 2 * m : 3 * m + nb + s) + slack);
         CHECK(r.s.live_bytes[FSDP_MEMORY_PINNED] / 4 >= 2 * s);
@@ -963,7 +964,7 @@ TEST_P(fully_shard_memory, table_9_2, peaks, SLOW | (row->mixed ? AT_NIGHT(ASAN)
     rig_close(&r);
 }
 
-/* ---- what an observer is told ---------------------------------------------------------------- */
+/* ---- what an observer receives --------------------------------------------------------------- */
 
 static const char *const call_names[] = {
 #define FSDP_X(name, text) text,

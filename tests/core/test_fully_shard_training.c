@@ -1,6 +1,6 @@
 /* test_fully_shard_training.c - upstream's test_fully_shard_training by name: whole trainings on
-   thread ranks beside a replicated copy in plain C, and how often the library communicates. What
-   stands for torch's modules is in fully_shard.h.
+   thread ranks, compared with a replicated copy in plain C, and how often the library communicates.
+   fully_shard.h has the stand-ins for torch's modules.
 
    Most tests train ten iterations with Adam, without weight decay, and compare losses, gradients
    and parameters, with a relative tolerance of 1.3e-6 and an absolute one of 1e-6; PyTorch compares
@@ -186,7 +186,7 @@ static double two_forwards(fs_run *x, int it, int m) {
     return loss;
 }
 
-/* A layer: a unit that holds the norms, and inside of it a unit of attention (here a linear) and a
+/* A layer: a unit that holds the norms, and inside it a unit of attention (here a linear) and a
    unit of the feed-forward. The layers that follow each other: */
 enum { NESTED_LAYER = 10, NESTED_BLOCKS = 3 };
 static void nested(fs_net *net, int64_t d, int64_t vocab) {
@@ -342,8 +342,8 @@ static void chunked_net(fs_net *net, int grouped, int tied, int policy) {
 }
 typedef struct {
     int chunks, policy;
-    uint64_t bits[FS_ITERS][FS_RANKS];          /* of gradients and parameters, by rank */
-    double loss[FS_ITERS][FS_RANKS][FS_MICROS]; /* of the library */
+    uint64_t bits[FS_ITERS][FS_RANKS];          /* hashes of gradients and parameters */
+    double loss[FS_ITERS][FS_RANKS][FS_MICROS]; /* the library's losses */
 } chunked;
 
 static uint64_t bits_of_grad(const fs_run *x, int unit, int p) {
@@ -700,7 +700,7 @@ TEST(fully_shard_training, train_parity_shard_placement_fn, SLOW) {
     int columns = 0;
     for (int u = 0; u < net.count; u++)
         for (int p = 0; p < net.units[u].count; p++) columns += net.units[u].params[p].shard_dim;
-    CHECK_EQ_INT(columns, 4); /* of the table, and of each block's second linear */
+    CHECK_EQ_INT(columns, 4); /* the table, and each block's second linear */
     for (size_t k = 1; k < COUNT(worlds); k++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
         c.iters = 5, c.build = gathered_at_first, c.end = gathered;
@@ -883,9 +883,9 @@ TEST_P(fully_shard_training, gradient_accumulation_counts, modes, SLOW) {
    more. Adam (PyTorch: AdamW). */
 TEST(fully_shard_training, 1f1b_microbatching) { microbatching(FS_SHARD); }
 
-/* ---- other parallelism beside ---------------------------------------------------------------- */
+/* ---- with other parallelism ------------------------------------------------------------------ */
 
-/* (pp, dp, tp): the pipelines train alike, each on its own (dp, tp) slice. */
+/* (pp, dp, tp): the pipelines train identically, each on its own (dp, tp) slice. */
 /* PyTorch: test_fully_shard_training.py test_2d_mlp_with_nd_mesh. Done: units of
    fsdp_tp_fully_shard; the row biases are one unit, which tp replicates (PyTorch: in the unit of
    their MLP). */
@@ -1080,7 +1080,7 @@ TEST(fully_shard_training, shard_placement_fn_tp_ep, SECONDS(120) | NO(NCCL)) {
     static fs_net net;
     static moe_case m;
     moe_net(&net, EP, 1, 0);
-    for (int k = 0; k < 24; k++) { /* the reshard of what is not an expert: always, never, 2 */
+    for (int k = 0; k < 24; k++) { /* reshard of non-expert units: always, never, 2 */
         const int replicas = k & 2 ? 2 : 1;
         m.tp = k & 4 ? TP : 1;
         const int shards = MOE_RANKS / m.tp / replicas;

@@ -105,7 +105,7 @@ static void check_lies(bed *b, fsdp_unit *unit, int index, int kind, const int64
     }
 }
 
-/* FSDP alone: one placement for each parameter, a cut along dim 0. */
+/* FSDP without tensor parallelism: each parameter has one placement, Shard(0). */
 static void lie_1d(lab_rank *r) {
     static const char *const name = "dp";
     const int32_t ranks = r->size;
