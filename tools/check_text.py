@@ -734,7 +734,10 @@ def check_tests():
         rows = tests.get(test, {})
         if test == "*":  # a program ran if one of its tests did
             rows = {name: set().union(*(r for t in tests.values() for r in t.values()))}
+        passes = any("OK" in results for results in rows.values())
         for row, results in (rows or {name: set()}).items():
+            if passes and "SKIPPED" in results and place.startswith("tests/"):
+                continue  # a row of a ported test that needs another backend, and says so
             if "OK" not in results:
                 how = "failed" if results else "did not run"
                 yield f"{place}: {row} {'was skipped' if 'SKIPPED' in results else how}"
