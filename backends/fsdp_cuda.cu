@@ -387,8 +387,8 @@ static bool run_of(fsdpi_cuda_run *run, const fsdp_block &b, const void *src, si
                    size_t out) {
     if (b.width <= 0 || b.height <= 0) return false;
     bool is_row = b.height == 1 || (b.src_pitch == b.width && b.dst_pitch == b.width);
-    run->src = (const char *)src + b.src * (int64_t)in;
-    run->dst = (char *)dst + b.dst * (int64_t)out;
+    run->src = src ? (const char *)src + b.src * (int64_t)in : NULL;
+    run->dst = dst ? (char *)dst + b.dst * (int64_t)out : NULL;
     run->src_pitch = is_row ? 0 : b.src_pitch * (int64_t)in;
     run->dst_pitch = is_row ? 0 : b.dst_pitch * (int64_t)out;
     run->width = is_row ? b.width * b.height : b.width;

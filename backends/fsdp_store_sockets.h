@@ -274,7 +274,8 @@ static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t
     int names = 1, count = 0;
     for (const char *p = host; (p = strchr(p, ',')) != NULL; p++) names++;
     const int each = names < max ? max / names : 1;
-    for (; host && count < max; host = strchr(host, ','), host += host != NULL) {
+    for (const char *comma = NULL; host && count < max; host = comma ? comma + 1 : NULL) {
+        comma = strchr(host, ',');
         (void)snprintf(name, sizeof name, "%.*s", (int)strcspn(host, ","), host);
         count += fsdpi_store_lookup_name(clock, name, deadline, out + count, each, why);
     }

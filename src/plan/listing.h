@@ -60,7 +60,8 @@ static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     int i = 0;
     while (i < l->num_comms && strcmp(l->comms[i], name) != 0) i++;
     if (i == FSDPI_PLAN_COMMS) return -1;
-    if (i == l->num_comms) snprintf(l->comms[l->num_comms++], FSDPI_PLAN_COMM, "%s", name);
+    if (i == l->num_comms)
+        snprintf(l->comms[l->num_comms++], FSDPI_PLAN_COMM, "%.*s", FSDPI_PLAN_COMM - 1, name);
     return i;
 }
 

@@ -212,7 +212,7 @@ static void other_numbers(lab_bench *m) {
             at = strchr(strchr(at, ' ') + 1, ' ') + 1; /* after the stream */
             count = strstr(line, " use ") ? 0 : 2;
         }
-        for (int n = 0; n < count; n++, at = strchr(at, ' ') + 1)
+        for (int n = 0; n < count; n++, at = n < count ? strchr(at, ' ') + 1 : at)
             for (int by = -1; by < 3; by++) {
                 char other[TEXTS_LINE + 32], *end;
                 long long number = strtoll(at, &end, 10), now = by == 2 ? 2 * number : number + by;
