@@ -16,7 +16,7 @@ export FSDP_GOLDEN_DIR ?= tests/golden
 export FSDP_BUILD := $(BUILD)
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
-         -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum $(WERROR)
+         -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum $(if $(SAN),,$(WERROR))
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
 export WARN CWARN CC CXX
 
