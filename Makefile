@@ -152,8 +152,8 @@ $(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 # The trainer for this processor, beside the library, so that both are compiled at the same time.
 GPT_OBJS := $(BUILD)/examples/gpt_trainer.o $(BUILD)/libfsdp.o
-$(GPT_OBJS): $(wildcard examples/gpt/*.[ch]) $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
-$(BUILD)/examples/gpt_trainer.o:
+$(GPT_OBJS): $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
+$(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch])
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native \
 	    -ffp-contract=fast -DGPT_LIBRARY_APART $(GPT_BLAS) -c -o $@ examples/gpt/train_gpt.c
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)

@@ -83,11 +83,13 @@ def lines_of(path):
     return read(path).split("\n")
 
 
+STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*', re.S)
+
+
 def code_of(path):
     """The text without comments."""
-    pattern = r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*'
     keep = lambda m: m.group() if m.group().startswith('"') else " "
-    return re.sub(pattern, keep, read(path), flags=re.S)
+    return STRING_OR_COMMENT.sub(keep, read(path))
 
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*(include|import|include_next)\b[ \t]*(["<]?)([^">\n]*)', re.M)
@@ -321,14 +323,18 @@ def check_commands():
     print(f"note: {count} sources in commands")
 
 
+def sources_and(endings):
+    """The sources of the library, and the files of FOLDERS with these endings."""
+    return HEADERS + PARTS + PLAN + BACKENDS + [
+        os.path.join(where, name) for folder in FOLDERS for where, _, names in os.walk(folder)
+        for name in names if re.search(rf"\.({endings})$", name)]
+
+
 def check_licence():
     if not read("fsdp.h").endswith("\n/*\n" + read("LICENSE") + "*/\n"):
         yield "fsdp.h: its last comment is not the text of LICENSE"
-    sources = HEADERS + PARTS + PLAN + BACKENDS + ["Makefile", "CMakeLists.txt", ".ci/run"]
-    for folder in FOLDERS:
-        for where, _, names in os.walk(folder):
-            sources += [os.path.join(where, n) for n in names
-                        if re.search(r"\.(h|hpp|c|cc|cpp|cuh?|inc|inl|py|sh|cmake)$", n)]
+    sources = sources_and(r"h|hpp|c|cc|cpp|cuh?|inc|inl|py|sh|cmake")
+    sources += ["Makefile", "CMakeLists.txt", ".ci/run"]
     for path in sorted(s for s in sources if os.path.exists(s)):
         text = read(path)
         if "SPDX-License-Identifier: MIT" not in text:
@@ -754,14 +760,12 @@ def prose_of(path):
     text = read(path)
     if path.endswith(".md"):
         return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
-    parts = re.findall(r'"(?:\\.|[^"\\\n])*"|(/\*.*?\*/|//[^\n]*)', text, flags=re.S)
-    return "\n".join(parts)
+    return "\n".join(m for m in STRING_OR_COMMENT.findall(text) if not m.startswith('"'))
 
 
 def check_english():
-    for path in sorted(glob.glob("**/*", recursive=True)):
-        if not re.search(r"\.(h|c|cc|cu|md)$", path) or path.startswith(("build", "CHANGELOG.md")):
-            continue
+    documents = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md")
+    for path in sorted(set(sources_and(r"h|c|cc|cu|md") + documents) - {"CHANGELOG.md"}):
         found = DIALECT.findall(prose_of(path))
         if len(found) > 5:
             yield f"{path}: {', '.join(found)}: use the words that everybody uses"

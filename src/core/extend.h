@@ -269,9 +269,9 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     char text[160];
     snprintf(text, sizeof text, "[E304] %.80s of %lld bytes%s%s", what, (long long)nbytes,
              device ? " on device " : "", device ? w->device_ops->name : "");
-    return fsdpi_alloc_failed(
-        model, status, nbytes, text,
-        device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
+    return fsdpi_alloc_failed(model, status, nbytes, text,
+                              device ? fsdpi_device_text(w, status)
+                                     : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
