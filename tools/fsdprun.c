@@ -71,6 +71,9 @@ typedef struct job {
     int status, quiet;        // status of the first failure, 0: none; quiet: the user asked to end
     int asked;                // the last signal that asked to end, or 0
     int done, first_done;     // ranks that ended with 0, and the first of them
+    int failed, failed_how;   // the local rank that failed first, -1: none; its wait status
+    pid_t failed_pid;         // its process id
+    long failed_at;           // when a rank failed first
     int grace;                // seconds from TERM to KILL, -1: not said
     long term_at, kill_at;    // when these are due, NEVER: not yet or no more
     long killed_at;           // 0: KILL was not sent
@@ -110,7 +113,8 @@ static void usage(FILE *to) {
         "job. On one host it is random if it is not set.\n"
         "\n"
         "Rank 0 keeps the standard input; the others read nothing. When a rank fails it is named;\n"
-        "0.1 s later all other processes of the job get TERM, and KILL when the grace is over.\n"
+        "0.1 s after the failure all other processes of the job get TERM, and KILL when the grace\n"
+        "is over.\n"
         "Processes that ranks have left behind end with the job in the same way.\n"
         "\n"
         "INT, TERM, HUP and QUIT are passed on to all processes of the job, USR1 and USR2 to the\n"
@@ -619,8 +623,9 @@ static void say_failure(job *j, const char *text) {
 
 /* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
    others failed of. */
-static void tell(job *j, int r, pid_t pid, int how) {
-    const int base = j->node * j->ranks;
+static void tell(job *j) {
+    const int base = j->node * j->ranks, r = j->failed, how = j->failed_how;
+    const pid_t pid = j->failed_pid;
     char before[100] = "", by[200] = "", text[700];
     if (j->quiet) {
         tell_nodes(j, 1, "the user has ended its fsdprun");
@@ -652,23 +657,30 @@ static int end_is_pending(void) {
     return asked;
 }
 
-// Reaps who has ended, adopted processes too. Of failures that are seen at the same time a death is
-// the first one: an exit status may be the answer to it. Returns 0 when nothing is left.
+/* Reaps who has ended, adopted processes too. Returns 0 when nothing is left. An exit status may be
+   the answer to a death that the system has not told yet: it closes the connections of a process
+   before the last thread has ended, and that process may be on another node. Therefore a death
+   within a moment counts as the first failure. */
 static int reap(job *j) {
-    int worst = -1, worst_how = 0, how;
-    pid_t pid, worst_pid = 0;
+    int how;
+    pid_t pid;
     while ((pid = waitpid(-1, &how, WNOHANG)) > 0) {
         const int r = forget(j, pid);
         if (r < 0) continue;
         j->left--;
         if (how == 0 && j->done++ == 0) j->first_done = r;
-        if (how && (worst < 0 || (WIFSIGNALED(how) && !WIFSIGNALED(worst_how))))
-            worst = r, worst_how = how, worst_pid = pid;
+        if (how && j->failed < 0) j->failed_at = now_ms();
+        if (how && (j->failed < 0 || (WIFSIGNALED(how) && !WIFSIGNALED(j->failed_how))))
+            j->failed = r, j->failed_how = how, j->failed_pid = pid;
     }
-    if (worst < 0 || j->status) return pid == 0;
+    how = j->failed_how;
+    if (j->failed < 0 || j->status) return pid == 0;
     j->quiet |= end_is_pending();
-    j->status = WIFSIGNALED(worst_how) ? 128 + WTERMSIG(worst_how) : WEXITSTATUS(worst_how);
-    tell(j, worst, worst_pid, worst_how);
+    if (!WIFSIGNALED(how) && !j->quiet && (j->left || j->nodes > 1) &&
+        now_ms() - j->failed_at < MOMENT_MS)
+        return 1;
+    j->status = WIFSIGNALED(how) ? 128 + WTERMSIG(how) : WEXITSTATUS(how);
+    tell(j);
     return pid == 0;
 }
 
@@ -683,7 +695,7 @@ static int go_on_ending(job *j) {
     const long now = now_ms();
     // Ranks that notice the failure themselves have a moment to say where they were.
     if ((j->status || !j->left) && j->term_at == NEVER && j->kill_at == NEVER)
-        j->term_at = now + MOMENT_MS;
+        j->term_at = (j->failed < 0 ? now : j->failed_at) + MOMENT_MS;
     if (now >= j->term_at) {
         j->term_at = NEVER;
         j->kill_at = now + grace_ms(j);
@@ -921,8 +933,9 @@ static void wait_for_nodes(job *j, const sigset_t *signals) {
 }
 
 static void look_after(job *j, const sigset_t *signals) {
-    while (look_at_nodes(j), reap(j) && !go_on_ending(j)) {
-        const int ending = j->term_at != NEVER || j->kill_at != NEVER;
+    // Own ranks first: the failures of other nodes may be the answer to theirs.
+    while (reap(j) && (look_at_nodes(j), !go_on_ending(j))) {
+        const int ending = j->failed >= 0 || j->term_at != NEVER || j->kill_at != NEVER;
         wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes > 1 ? MOMENT_MS : 1000);
     }
 }
@@ -973,6 +986,7 @@ static int copy_words(job *j) {
 static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->server = NULL;
     j->status = j->done = j->first_done = j->left = 0;
+    j->failed = -1;
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();
     int failed = meet_nodes(j, signals);

@@ -384,6 +384,24 @@ TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
     CHECK_EQ_INT(count("fsdprun:"), 1);
 }
 
+/* The system tells of a death with many threads late: others may have answered it with an exit
+   status before. A machine under load may miss the moment, hence the tries. */
+TEST(fsdprun, a_death_soon_after_an_exit_comes_first) {
+    char script[600];
+    int status = 0;
+    snprintf(script, sizeof script,
+             "cd %s; if test $RANK = 1; then echo $$ >new; mv new pid; exit 4; fi;"
+             "while ! test -s pid || kill -0 $(cat pid) 2>/dev/null; do sleep 0.001; done;"
+             "rm pid; kill -9 $$",
+             h_tmpdir());
+    for (int k = 0; k < 50 && status != 128 + SIGKILL; k++)
+        status = RUN("-n", "2", "sh", "-c", script);
+    CHECK_EQ_INT(status, 128 + SIGKILL);
+    says("rank 0 (process ");
+    says("was killed by signal 9");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
+}
+
 TEST(fsdprun, who_ignores_term_is_killed, SLOW) {
     int64_t begin = h_now_ms();
     CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
