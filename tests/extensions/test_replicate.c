@@ -1084,9 +1084,11 @@ TEST_P(replicate, unused_keeps_earlier, worlds) {
     run(&c, row->ranks, row->lanes);
 }
 
-/* A step without gradients keeps all gradients but the dropped one, whichever it was. */
+/* A step without gradients keeps all gradients but the dropped one, whichever it was, and however
+   it was dropped: by itself, or because its parameter was frozen. */
 static void keeps_others(job *j) {
-    for (int dropped = 0; dropped < ALL; dropped++) {
+    for (int n = 0; n < 2 * ALL; n++) {
+        const int dropped = n % ALL, by_freezing = n >= ALL;
         int index = -1;
         fsdp_unit *unit = unit_of(j, dropped, &index);
         if (j->m.frozen[dropped]) continue;
@@ -1096,11 +1098,13 @@ static void keeps_others(job *j) {
                 if (!j->m.frozen[p]) write_grad(j, p);
             CALL(j->w, fsdp_replicate_post_backward(j->rep));
             CALL(j->w, fsdp_finalize_backward(j->m.model));
-            if (writes) CALL(j->w, fsdp_set_grad_none(unit, index));
+            if (writes && by_freezing) freeze(j, dropped, 1);
+            else if (writes) CALL(j->w, fsdp_set_grad_none(unit, index));
         }
         for (int p = 0; p < ALL; p++)
             W_CHECK(!view_of(j, p).shard_grad == (p == dropped || j->m.frozen[p]),
                     "parameter %d, dropped %d", p, dropped);
+        if (by_freezing) freeze(j, dropped, 0);
         CALL(j->w, fsdp_zero_grad(j->m.model));
     }
 }
@@ -1858,6 +1862,54 @@ static void both(lab_rank *r) {
     }
 }
 TEST(replicate_errors, sharded_and_replicated) { lab_run(2, NULL, both, NULL); }
+
+/* A reset forgets the use of a parameter in the backward that it ends: nobody uses it after. */
+static void forgets_use(job *j) {
+    for (int n = 0; n < 2; n++) {
+        forward(j);
+        for (int p = 0; p < ALL; p++)
+            if (!j->m.frozen[p] && (n == 0 || p != 0)) write_grad(j, p);
+        if (n == 0) CALL(j->w, fsdp_model_reset(j->m.model));
+    }
+    CALL(j->w, fsdp_replicate_post_backward(j->rep));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    for (int p = 0; p < ALL; p++)
+        W_CHECK(!view_of(j, p).shard_grad == (p == 0 || j->m.frozen[p]), "parameter %d", p);
+}
+TEST_P(replicate, reset_forgets_use, worlds) {
+    conf c = conf_of(forgets_use);
+    run(&c, row->ranks, row->lanes);
+}
+
+/* A finalize sends the use, then fails, since the forward of another unit is open. The backward
+   after the reset sends its own use. */
+static void sends_again(lab_rank *r) {
+    const fsdp_param_desc params[2] = {fsdp_vec("v0", 20), fsdp_vec("v1", 30)};
+    const fsdp_param_desc matrix = fsdp_mat("w", 6, 3);
+    fsdp_replicate_desc d = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_replicate *rep = NULL;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    d.params = params, d.num_params = 2, d.late = 1;
+    CALL(r->w, fsdp_replicate_create(m, &d, &rep));
+    ud.name = "f";
+    fsdp_unit *unit = lab_unit(r->w, m, &ud, &matrix, 1);
+    for (int n = 0; n < 2; n++) { /* v0 is used first, v1 then */
+        CALL(r->w, fsdp_replicate_pre_forward(rep));
+        CALL(r->w, fsdp_pre_forward(unit));
+        if (n) CALL(r->w, fsdp_post_forward(unit));
+        CALL(r->w, fsdp_replicate_post_forward(rep));
+        if (r->rank == 0) CHECK(fsdp_replicate_grad(rep, n) != NULL);
+        CALL(r->w, fsdp_replicate_post_backward(rep));
+        const fsdp_status status = fsdp_finalize_backward(m);
+        CHECK_STATUS(status, n ? FSDP_OK : FSDP_ERR_INVALID_STATE);
+        if (n == 0) CALL(r->w, fsdp_model_reset(m));
+    }
+    while (fsdp_next_param(m, &v))
+        W_CHECK((v.shard_grad != NULL) == !strcmp(v.name, "v1"), "%s", v.name);
+}
+TEST(replicate, reset_sends_use_again) { lab_run(2, NULL, sends_again, NULL); }
 
 /* ---- a unit that shards between the buckets -------------------------------------------------- */
 
