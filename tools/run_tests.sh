@@ -16,13 +16,15 @@
 # --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
 # gate checks that tests named in documents and ported tests passed (check_text.py tests).
 # So many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
-# shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if
-# something ran and nothing failed.
+# shown as a whole when it has ended; with JOBS=1, as it runs. A terminal shows one line of progress,
+# and only programs in which something failed. Why tests were skipped stands at the end. The exit
+# status is 0 only if something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 
 # Adds what job number $1 printed: each RUN line is closed by the result line with its name.
 count() { # NUMBER STATUS MILLISECONDS NAME
-    awk -v number="$1" -v status="$2" -v ms="$3" -v name="$4" -v ran="$FSDP_JOBS/ran" '
+    awk -v number="$1" -v status="$2" -v ms="$3" -v name="$4" -v ran="$FSDP_JOBS/ran" \
+        -v skips="$FSDP_JOBS/skips" '
         function is(line) { return open != "" && (index(line, open " ") == 1 || line == open) }
         function close_as(result) { print program "\t" open "\t" result >>ran; open = "" }
         BEGIN {
@@ -33,7 +35,11 @@ count() { # NUMBER STATUS MILLISECONDS NAME
         { rest = substr($0, 14) }
         /^\[ RUN      \] / { if (open == "") open = rest; next }
         /^\[       OK \] / && is(rest) { ok++; close_as("OK") }
-        /^\[  SKIPPED \] / && is(rest) { skip++; close_as("SKIPPED") }
+        /^\[  SKIPPED \] / && is(rest) {
+            if (length(rest) > length(open) + 1) # a name, and the reason in brackets
+                print substr(rest, length(open) + 3, length(rest) - length(open) - 3) >>skips
+            skip++; close_as("SKIPPED")
+        }
         /^\[  FAILED  \] / && is(rest) { bad++; names = names " " open; close_as("FAILED") }
         END {
             if (open != "") { bad++; names = names " " open "(unfinished)" }
@@ -41,6 +47,19 @@ count() { # NUMBER STATUS MILLISECONDS NAME
             if (!(ok + bad + skip)) { bad = 1; names = " ran-no-test" }
             printf "%d\t%d\t%d\t%d\t%s\t%s\n", ms, ok, bad, skip, name, names
         }' "$FSDP_JOBS/$1.log" >>"$FSDP_JOBS/results"
+}
+
+# One line that replaces itself: how many programs are done, tests that failed, and the time left if
+# the rest takes as long.
+progress() {
+    awk -F '\t' -v all="$(wc -l <"$FSDP_JOBS/list")" -v s=$(($(date +%s) - FSDP_STARTED)) '
+        { bad += $3 }
+        END {
+            left = int(s * (all - NR) / NR)
+            printf "%d of %d programs, %d tests failed, about %d min %d s left", NR, all, bad,
+                left / 60, left % 60
+            if (NR == all) printf "\n"
+        }' "$FSDP_JOBS/results"
 }
 
 if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program and filter
@@ -53,16 +72,18 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
         env $command </dev/null >"$FSDP_JOBS/$2.log" 2>&1
         status=$?
         exec 9>"$FSDP_JOBS/lock" && flock 9
-        echo "== $command"
-        cat "$FSDP_JOBS/$2.log"
+        [ ! -t 1 ] || printf '\r\033[K'
+        [ -t 1 ] && [ "$status" = 0 ] || { echo "== $command" && cat "$FSDP_JOBS/$2.log"; }
     fi
     name=$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")
     name=${name% --filter=*}
     count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) "$name"
+    [ "${JOBS-}" = 1 ] || [ ! -t 1 ] || progress
     exit 0
 fi
 
-target=test tags='' filter='' ran='' variables=() started=$(date +%s)
+target=test tags='' filter='' ran='' variables=()
+FSDP_STARTED=$(date +%s) && export FSDP_STARTED
 while :; do
     case ${1-} in
     --target=*) target=${1#*=} ;;
@@ -74,12 +95,13 @@ while :; do
     shift
 done
 FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
-: >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results" && : >"$FSDP_JOBS/ran"
+for file in list results ran skips; do : >"$FSDP_JOBS/$file"; done
 add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
 skip() { # NAME REASON
     printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$1" "$1" "$2"
     printf '0\t0\t0\t1\t%s\t\n' "$1" >>"$FSDP_JOBS/results"
     printf '%s\t%s\tSKIPPED\n' "$1" "$1" >>"$FSDP_JOBS/ran"
+    echo "$2" >>"$FSDP_JOBS/skips"
 }
 # A program, if it has such tests, or something to complain about.
 program() { # PATH TAGS ENVIRONMENT...
@@ -117,7 +139,10 @@ if [ -n "$ran" ] && [ -z "$filter" ]; then
     "$0" --one "$(wc -l <"$FSDP_JOBS/list")"
 fi
 
-sort -rn "$FSDP_JOBS/results" | awk -F '\t' -v seconds=$(($(date +%s) - started)) '
+sort "$FSDP_JOBS/skips" | uniq -c | sort -rn | awk '
+    NR == 1 { print "skipped, and why:" }
+    { n = $1; sub(/^ *[0-9]+ /, ""); printf "%6d  %s\n", n, $0 }'
+sort -rn "$FSDP_JOBS/results" | awk -F '\t' -v seconds=$(($(date +%s) - FSDP_STARTED)) '
     { ok += $2; bad += $3; skipped += $4 }
     $3 { failed = failed "failed: " $5 ":" $6 "\n" }
     NR <= 10 && $1 >= 1000 { slow = slow sprintf("%8.1f s  %s\n", $1 / 1000, $5) }

@@ -44,7 +44,7 @@ def needs(*modules):
                 try:
                     importlib.import_module(name)
                 except ImportError:
-                    raise Skip(f"no Python module {name}")
+                    raise Skip(f"no Python module {name}: pip install torch transformers")
             for program in (PROBE, FSDPCK):
                 if not os.access(program, os.X_OK):
                     raise Skip(f"no {program} here: make")

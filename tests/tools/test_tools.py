@@ -466,6 +466,42 @@ def test_tests_that_ran():
         check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
 
 
+def test_run_tests_says_why_it_skips():
+    """At the end, each reason once, with the number of tests; and for a terminal one line of progress
+    in place of programs in which nothing failed."""
+    with tree() as root:
+        results = {"done": " SKIPPED", "works": " SKIPPED"}
+        status, out = run_tests(root, **results)
+        check(status == 0 and "2 passed, 0 failed, 2 skipped" in out, out)
+        for program in PROGRAMS:  # the harness adds the reason in brackets
+            path = os.path.join(root, program)
+            with open(path, encoding="utf-8") as f:
+                text = f.read().replace("(1 ms)", "(no torch: pip install torch)")
+            with open(path, "w", encoding="utf-8") as f:
+                f.write(text)
+        command = "tools/run_tests.sh ./test_all ./test_fully_shard_a"
+        env = dict(os.environ, JOBS="2")
+        out = subprocess.run(command, cwd=root, shell=True, stdout=subprocess.PIPE, env=env,
+                             universal_newlines=True).stdout
+        check("\nskipped, and why:\n     2  no torch: pip install torch\n" in out, out)
+        check("[ RUN      ] all.works" in out and "programs" not in out, out)
+        if not shutil.which("script"):
+            raise Skip("no script: apt-get install bsdutils")
+
+        def on_a_terminal():
+            return subprocess.run(["script", "-qec", command, "/dev/null"], cwd=root, env=env,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  universal_newlines=True).stdout
+        out = on_a_terminal()
+        check("2 of 2 programs, 0 tests failed, about 0 min 0 s left" in out, out)
+        check("RUN " not in out and "2 passed, 0 failed, 2 skipped" in out, out)
+        with open(os.path.join(root, "test_all"), "a", encoding="utf-8") as f:
+            f.write("echo '[ RUN      ] all.more'; echo '[  FAILED  ] all.more (1 ms)'; exit 1\n")
+        out = on_a_terminal()
+        check("[  FAILED  ] all.more" in out and "fully_shard_a.done" not in out, out)
+        check("2 of 2 programs, 1 tests failed" in out, out)
+
+
 VARIANTS = """# a comment | with | these | signs | of | the table
 $NET = A=1 B=2
 # name  | make       | target | tags | night          | environment
