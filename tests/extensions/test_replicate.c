@@ -1259,17 +1259,78 @@ typedef struct golden_run {
     int number, ranks; /* number and ranks of the case in the file */
     fsdp_dtype reduce;
     fsdp_param_desc *params;
-    int num_params, added, onto_reduced; /* added: backwards since gradients were dropped */
+    int num_params, added, kept; /* backwards since gradients were dropped, and since the reduction */
+    double roundings;            /* bound of the difference from PyTorch, see golden_round */
 } golden_run;
 
-/* Returns the largest difference allowed from PyTorch's numbers. PyTorch divides before it sums,
-   and divides reduced gradients again; the library divides once, after the sum. With a hook the
-   library keeps gradients in the hook's dtype until they are reduced, PyTorch in f32. Summands are
-   at most 1, one per backward. */
+/* Bounds the difference from PyTorch's numbers after a backward, in relative errors of one rounding
+   to the dtype in which PyTorch reduces. An operation with a result of at most m adds an error of
+   at most m. A gradient is at most 1, hence `added` after so many backwards.
+   - PyTorch divides each rank's gradient by W, exactly where W is a power of two: the errors of W
+     quotients of added / W add up to `added`. Then it sums in that dtype: the partial sums are 2, 3,
+     ... W times added / W. The library sums in f32 and divides once: without a hook as many
+     roundings.
+   - With a hook, PyTorch rounds the sum of all backwards, reduced ones too, and the library each
+     backward since the last reduction: 1, 2, ... `kept`. In the first backward both round the same.
+   - Without a hook, PyTorch adds each gradient to the reduced one before the division, the library
+     their sum after it. */
+static void golden_round(golden_run *c, int sync) {
+    const double w = c->ranks, sums = (w + 2) * (w - 1) / (2 * w);
+    const int divides = (c->ranks & (c->ranks - 1)) != 0, has_hook = c->reduce != FSDP_DTYPE_KEEP;
+    c->added++, c->kept++;
+    if (!sync) return;
+    c->roundings += c->added * (sums + divides) * (has_hook ? 1 : 2);
+    if (has_hook && c->added > 1) c->roundings += c->added + c->kept * (c->kept + 1) / 2.0;
+    if (!has_hook && c->added > c->kept) c->roundings += 2 * c->kept * c->added;
+    c->kept = 0;
+}
 static double golden_limit(const golden_run *c) {
-    const double step = c->reduce == FSDP_BF16 ? 4e-3 : c->reduce == FSDP_F16 ? 5e-4 : 1.2e-7;
-    const int kept = c->reduce != FSDP_DTYPE_KEEP && c->added > 1;
-    return step * c->added * ((c->ranks > 2 ? c->ranks - 1 : c->onto_reduced) + 2 * kept) / 2;
+    const int bits = c->reduce == FSDP_BF16 ? 8 : c->reduce == FSDP_F16 ? 11 : 24;
+    const double around = bits < 24 ? ldexp(c->roundings, -22) : 0; /* f32 before and after a hook */
+    return ldexp(c->roundings, -bits) + around;
+}
+
+/* The limit holds where both are computed step by step, with PyTorch's sum in any order of ranks, and
+   is less than four times the largest difference. */
+TEST(replicate, golden_limit) {
+    enum { MOST = 6, BACKWARDS = 4 };
+    static const fsdp_dtype dtypes[] = {FSDP_DTYPE_KEEP, FSDP_F16, FSDP_BF16};
+    uint64_t seed = h_seed();
+    for (int d = 0; d < 3; d++) {
+        const fsdp_dtype in = dtypes[d] ? dtypes[d] : FSDP_F32;
+        double share = 0;
+        for (int n = 0; n < 200000; n++) {
+            golden_run c = FSDP_ZERO;
+            double theirs[MOST], kept[MOST] = {0}, ours = 0;
+            c.ranks = 1 + (int)lab_pick(&seed, MOST), c.reduce = dtypes[d];
+            for (int r = 0; r < MOST; r++) theirs[r] = 0;
+            for (int b = 0; b < BACKWARDS; b++) {
+                const int sync = (int)lab_pick(&seed, 2), first = (int)lab_pick(&seed, c.ranks);
+                double sum = 0, mean = 0;
+                for (int r = 0; r < c.ranks; r++) {
+                    const float one = (float)golden_value(seed, (uint64_t)r, 2);
+                    theirs[r] = (double)((float)theirs[r] + one);
+                    kept[r] = lab_round(in, kept[r] + (double)one);
+                }
+                golden_round(&c, sync);
+                if (!sync) continue;
+                for (int k = 0; k < c.ranks; k++) {
+                    const double its = lab_round(in, theirs[(first + k) % c.ranks]);
+                    const double part = lab_round(in, its / c.ranks);
+                    sum = k ? lab_round(in, sum + part) : part;
+                    mean = (double)(float)(mean + kept[k]);
+                    kept[k] = 0;
+                }
+                ours = (double)(float)(ours + (double)(float)(mean / c.ranks));
+                for (int r = 0; r < c.ranks; r++) theirs[r] = sum;
+                CHECK_MSG(fabs(ours - sum) <= golden_limit(&c), "%d ranks, backward %d: %g > %g",
+                          c.ranks, b, fabs(ours - sum), golden_limit(&c));
+                share = fmax(share, fabs(ours - sum) / golden_limit(&c));
+            }
+        }
+        CHECK(share > 0.25);
+        h_message("%s: up to %.2f of the limit", fsdp_dtype_name(in), share);
+    }
 }
 
 /* Runs a step of the file: its gradients, then the expected results. */
@@ -1282,7 +1343,7 @@ static void golden_step_of(lab_rank *r, golden *g, fsdp_model *m, fsdp_replicate
     CHECK_EQ_STR(golden_word(g), "clear");
     if (golden_int(g)) {
         CALL(r->w, fsdp_zero_grad(m));
-        c->added = c->onto_reduced = 0;
+        c->added = c->kept = 0, c->roundings = 0;
     }
     for (int p = 0; p < c->num_params; p++) used[p] = 1;
     for (int k = 0; k < r->size; k++) {
@@ -1308,7 +1369,7 @@ static void golden_step_of(lab_rank *r, golden *g, fsdp_model *m, fsdp_replicate
     }
     CALL(r->w, fsdp_replicate_post_backward(rep));
     CALL(r->w, fsdp_finalize_backward(m));
-    c->added++;
+    golden_round(c, sync);
     free(used);
 }
 static void golden_grad_of(lab_rank *r, golden *g, fsdp_replicate *rep, const golden_run *c) {
@@ -1338,7 +1399,7 @@ static void golden_case_of(lab_rank *r, golden *g, golden_run *c) {
     fsdp_replicate_desc d = FSDP_ZERO;
     fsdp_replicate *rep = NULL;
     fsdp_model *m = lab_model(r->w, NULL);
-    int grads = 0, was_sync = 0;
+    int grads = 0;
     while (golden_line(g)) {
         if (golden_is(g, "params")) {
             const int64_t count = golden_int(g);
@@ -1357,11 +1418,10 @@ static void golden_case_of(lab_rank *r, golden *g, golden_run *c) {
             d.params = c->params;
             CHECK_EQ_INT(d.num_params, c->num_params);
             if (!rep) CALL(r->w, fsdp_replicate_create(m, &d, &rep));
-            c->onto_reduced |= was_sync;
-            golden_step_of(r, g, m, rep, c), was_sync = 0;
+            golden_step_of(r, g, m, rep, c);
         } else if (golden_is(g, "grad")) {
             golden_grad_of(r, g, rep, c);
-            grads++, was_sync = 1;
+            grads++;
         }
     }
     W_CHECK(grads >= c->num_params, "%d gradients", grads);
