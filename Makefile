@@ -233,6 +233,8 @@ CHECK_RUNS = $(if $(CHECKED)$(filter gpt text.code,$(CHECK_SH)),examples $(FSDPR
 BUILD_ALL = $(if $(strip $2),-@$(SUBMAKE) -k TARGET=$1 $(addprefix build-,$2))
 RUN       = tools/run_tests.sh --target=$1 $2 $(addprefix variant:,$3)
 TARGET   ?= any# of those in the table
+GOLDEN    = $(addprefix $(BUILD)/tests/,$(notdir $(basename $(shell \
+              grep -l '^TEST.*golden' tests/*/*.c))))
 build-%:
 	@eval "$(MAKE) $$(tools/variants.sh make $(TARGET) $*)"
 tests: probes
@@ -247,8 +249,8 @@ test: quiet-deps ## every test but those of the night, over Gloo and on stubs of
 	@$(call RUN,test,--ran=$(BUILD)/tests.ran $(if $(FILTER),'--filter=$(FILTER)') \
 	    FSDP_BUILD=$(BUILD) $(wildcard tests/*/test_*.py) $(NO_GLOO) --,$(call VARIANTS,test))
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
-	$(call BUILD_ALL,test,shm)
-	@$(call RUN,test,--filter=golden,shm)
+	-@$(SUBMAKE) -k $(GOLDEN) tools/fsdpck
+	@tools/run_tests.sh --tags=shm --filter=golden FSDP_BUILD=$(BUILD) $(GOLDEN)
 check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, ...
 	$(if $(CHECK_RUNS),-@$(SUBMAKE) -k $(CHECK_RUNS))
 	$(call BUILD_ALL,check,$(CHECKED))

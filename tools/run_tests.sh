@@ -106,7 +106,7 @@ skip() { # NAME REASON
 # A program, if it has such tests, or something to complain about.
 program() { # PATH TAGS ENVIRONMENT...
     local options=() names
-    [ -z "$2$tags" ] || options+=("--tags=$2${tags:+:$tags}")
+    [ -z "$2$tags" ] || options+=("--tags=$2${2:+${tags:+:}}$tags")
     [ -z "$filter" ] || options+=("--filter=$filter")
     ! names=$("$1" --list "${options[@]}" 2>&1) || [ -n "$names" ] || return 0
     add "${@:3}" "$1" "${options[@]}"
