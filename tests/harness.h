@@ -120,7 +120,7 @@ static h_test *h_tests;
 static int h_test_count;
 static h_board *h_shared;
 static uint64_t h_seed_value = 1;
-static int64_t h_deadline_ms;
+static int64_t h_start_ms, h_start_calm_ms, h_limit_ms; /* of this test */
 static char h_base[256], h_dir[320]; /* temporary directory of the run, and of this test */
 static const char *h_filter = "", *h_tag_filter = "", *h_program = "";
 static int h_tap;
@@ -151,6 +151,12 @@ H_FN int64_t h_stalled_ms(void) {
 /* Returns a clock that stands still while the machine is overloaded. Measure upper bounds of
    time with it, so that a busy machine fails no test, and lower bounds with h_now_ms. */
 H_FN int64_t h_calm_ms(void) { return h_now_ms() - h_stalled_ms(); }
+
+/* Returns 1 if this test has had its time and `more` ms: of the calm clock, or ten times as much. */
+H_FN int h_is_over(int more) {
+    const int64_t limit = h_limit_ms + more, took = h_now_ms() - h_start_ms;
+    return took > limit && (took > 10 * limit || h_calm_ms() - h_start_calm_ms > limit);
+}
 
 /* Sleeps 0.1 ms at first, then longer, up to 3 ms. */
 H_FN void h_nap(long *ns) {
@@ -426,11 +432,11 @@ H_FN const char *h_verdict(int status, int state, char *text, size_t size) {
    culprit: a rank that died without a failed check, otherwise the rank whose check failed first,
    otherwise the first bad one seen; -1: none. As a failed check may follow from a death that is
    not visible yet, it looks once more. */
-H_FN int h_ranks_wait(int world, pid_t *pid, int *status, int64_t deadline) {
+H_FN int h_ranks_wait(int world, pid_t *pid, int *status) {
     int culprit = -1, hard = 0, left = world, looks = 2, r;
     long ns = 0;
     char text[H_TEXT_MAX];
-    while (left && !hard && looks && h_now_ms() < deadline) {
+    while (left && !hard && looks && !h_is_over(0)) {
         for (r = left = 0; r < world; r++) {
             if (!pid[r]) continue;
             if (waitpid(pid[r], &status[r], WNOHANG) != pid[r]) {
@@ -467,7 +473,7 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
         CHECK((pid[r] = fork()) >= 0);
         if (!pid[r]) h_child(log[r], r, NULL, 0, fn, world, arg);
     }
-    culprit = h_ranks_wait(world, pid, status, h_deadline_ms);
+    culprit = h_ranks_wait(world, pid, status);
     for (r = 0; r < world; r++) {
         if (!pid[r] || r == culprit) continue;
         length += snprintf(late + length, sizeof late - (size_t)length, " %d", r);
@@ -604,13 +610,13 @@ H_FN void h_remove_tree(const char *path) { nftw(path, h_remove, 16, FTW_DEPTH |
 /* Waits for the test's process until its time is up, then ends its whole group. Reaps the
    process last, so that its id, which is the group's, cannot be reused before. Returns 1 if it
    ended in time. */
-H_FN int h_await(pid_t pid, int64_t deadline, int *status) {
+H_FN int h_await(pid_t pid, int *status) {
     siginfo_t info;
     long ns = 0;
     for (;;) {
         memset(&info, 0, sizeof info);
         if (waitid(P_PID, (id_t)pid, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid) break;
-        if (h_signal || h_now_ms() > deadline) break;
+        if (h_signal || h_is_over(500)) break; /* h_ranks_proc may report first */
         h_nap(&ns);
     }
     kill(-pid, SIGKILL);
@@ -621,11 +627,12 @@ H_FN int h_await(pid_t pid, int64_t deadline, int *status) {
 /* Runs one test and prints its lines. Returns 0, H_EXIT_FAILED or H_EXIT_SKIPPED. */
 H_FN int h_run_test(const h_test *t, int number, double mult) {
     FILE *log = tmpfile();
-    int status = 0, in_time, limit_ms = (int)(t->seconds * mult * 1000), length;
-    int64_t start = h_now_ms();
+    int status = 0, in_time, length;
     const char *bad, *prefix = h_tap ? "# " : "";
     char text[H_TEXT_MAX], *note, *end;
     pid_t pid;
+    h_start_ms = h_now_ms(), h_start_calm_ms = h_calm_ms();
+    h_limit_ms = (int64_t)(t->seconds * mult * 1000);
     memset(h_shared, 0, sizeof *h_shared);
     snprintf(h_dir, sizeof h_dir, "%s/%d", h_base, number);
     if (!h_tap) printf("[ RUN      ] %s\n", t->name);
@@ -635,11 +642,10 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
     if (!pid) {
         setpgid(0, 0);
         signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL);
-        h_deadline_ms = start + limit_ms;
         h_child(log, -1, t->run, t->row, NULL, 0, NULL);
     }
     setpgid(pid, pid);
-    in_time = h_await(pid, start + limit_ms + 500, &status); /* h_ranks_proc may report first */
+    in_time = h_await(pid, &status);
     h_remove_tree(h_dir);
     if (!in_time || (WIFEXITED(status) && WEXITSTATUS(status) == H_EXIT_TIMEOUT)) {
         snprintf(text, sizeof text, "timed out after %g s", t->seconds * mult);
@@ -668,7 +674,7 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
     if (h_tap) printf("%s %d - %s\n", bad ? "not ok" : "ok", number, t->name);
     else
         printf("[%s] %s (%lld ms)\n", bad ? "  FAILED  " : "       OK ", t->name,
-               (long long)(h_now_ms() - start));
+               (long long)(h_now_ms() - h_start_ms));
     return bad ? H_EXIT_FAILED : 0;
 }
 

@@ -238,6 +238,23 @@ TEST(harness, timeout_mult, SLOW) {
     LINE("slow.hang: timed out after 0.4 s");
 }
 
+/* On a machine under load a test gets ten times its time. */
+TEST(harness, limit_is_of_the_calm_clock) {
+    const int64_t limit = 1000 * 60 * 60;
+    static const struct {
+        int took, calm, is_over; /* in limits */
+    } rows[] = {{0, 0, 0}, {2, 0, 0}, {9, 0, 0}, {11, 0, 1}, {2, 2, 1}, {0, 2, 0}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const int64_t before[] = {h_start_ms, h_start_calm_ms, h_limit_ms};
+        h_limit_ms = limit;
+        h_start_ms = h_now_ms() - rows[i].took * limit - 1000;
+        h_start_calm_ms = h_calm_ms() - rows[i].calm * limit;
+        const int is_over = h_is_over(0);
+        h_start_ms = before[0], h_start_calm_ms = before[1], h_limit_ms = before[2];
+        CHECK_MSG(is_over == rows[i].is_over, "row %d: %d", (int)i, is_over);
+    }
+}
+
 TEST(harness, tmpdir_is_removed) {
     char *path, *end;
     CHECK_EQ_INT(probe("--filter=pass.tmpdir"), 0);
