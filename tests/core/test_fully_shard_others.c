@@ -3,7 +3,7 @@
    and memory are those of the simulated device of sim.h, where one process plays one rank.
 
    SPDX-License-Identifier: MIT */
-#define TAGS AT_NIGHT(GLOO | NCCL)
+#define TAGS AT_NIGHT(GLOO | NCCL | ASAN)
 #include "harness.h"
 #include "lab.h"
 #include "fully_shard.h"
@@ -934,7 +934,7 @@ static const struct peak {
 /* PyTorch: none. Own: peaks above shards and their gradients, to 0.01 block. Two are above
    PyTorch's, with streams: forward prefetch of depth 2 (5 blocks, PyTorch 4), and no reshard (L+2,
    PyTorch L+1). */
-TEST_P(fully_shard_memory, table_9_2, peaks, SLOW | (row->mixed ? AT_NIGHT(ASAN) : 0)) {
+TEST_P(fully_shard_memory, table_9_2, peaks, SLOW) {
     enum { SIDE = 256 };
     fsdp_param_desc p = fsdp_mat("w", SIDE, SIDE);
     fsdp_model_desc md = FSDP_ZERO;

@@ -2,7 +2,7 @@
    nothing; addresses repeat; bytes moved and copied follow the formulas.
 
    SPDX-License-Identifier: MIT */
-#define TAGS     AT_NIGHT(TSAN)
+#define TAGS     AT_NIGHT(TSAN | ASAN)
 #define RANKS(n) ((n) > 3 ? MANY_RANKS : (n) == 2 ? VALGRIND : 0)
 #include "harness.h"
 #include "lab.h"
@@ -419,7 +419,7 @@ static const struct {
 } kept_worlds[] = {{"1", 1, 0}, {"2", 2, 0},   {"3", 3, 0},
                    {"4", 4, 0}, {"2x2", 4, 2}, {"3x1", 3, 3}};
 TEST_P(memory, prediction_of_microbatches, kept_worlds,
-       RANKS(row->world) | (row->world > 2 ? SLOW | AT_NIGHT(ASAN) : 0)) {
+       RANKS(row->world) | (row->world > 2 ? SLOW : 0)) {
     uint64_t state = h_seed() * 79 + (uint64_t)row->world;
     const int count = 48 / row->world;
     int64_t more = 0;

@@ -3,7 +3,7 @@
    for any number of ranks.
 
    SPDX-License-Identifier: MIT */
-#define TAGS BITS | VALGRIND
+#define TAGS BITS | VALGRIND | AT_NIGHT(ASAN)
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* fma */

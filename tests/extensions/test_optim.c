@@ -2,7 +2,7 @@
    then optimizers of models on 1 to 4 ranks compared with these kernels on full tensors.
 
    SPDX-License-Identifier: MIT */
-#define TAGS BITS | VALGRIND
+#define TAGS BITS | VALGRIND | AT_NIGHT(ASAN)
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* sqrt, pow */

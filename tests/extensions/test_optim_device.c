@@ -3,6 +3,7 @@
    without a race and without a wait.
 
    SPDX-License-Identifier: MIT */
+#define TAGS AT_NIGHT(ASAN)
 #include "harness.h"
 #include <math.h> /* HUGE_VAL */
 #include "lab_net.h"
@@ -223,7 +224,7 @@ static void same_training(const config *c, int toggles) {
 static const struct { int world, rank; } places[] = {{1, 0}, {4, 0}, {4, 2}, {4, 3}};
 static const fsdp_dtype grads[] = {FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16, FSDP_F64};
 
-TEST_P(optim_device, same_bits, lab_optim_kinds, AT_NIGHT(ASAN)) {
+TEST_P(optim_device, same_bits, lab_optim_kinds) {
     int runs = 0;
     for (int device = 0; device < HOST; device += 1 + W_SLOW)
         for (int at = 0; at < 4; at++)

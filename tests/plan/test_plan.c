@@ -1569,8 +1569,10 @@ static const struct factor_net {
                    {"offload", net_offload},     {"f16", net_f16},
                    {"sums_f16", net_sums_f16},
                    {"hsdp_f16", net_hsdp_f16},   {"ddp_f16", net_ddp_f16}};
-TEST_P(plan_factors, each_step, factor_nets) { run_kinds(row->make(), NULL, token_weights); }
-TEST_P(plan_factors, of_all_sorts, factor_nets) {
+TEST_P(plan_factors, each_step, factor_nets, row == factor_nets ? 0 : AT_NIGHT(TSAN)) {
+    run_kinds(row->make(), NULL, token_weights);
+}
+TEST_P(plan_factors, of_all_sorts, factor_nets, row == factor_nets ? 0 : AT_NIGHT(TSAN)) {
     run_kinds(row->make(), NULL, factors_of_all_sorts);
 }
 /* Two factors make another step variant if they differ in which units have equal factors and, on
