@@ -667,11 +667,11 @@ static void waiting_hook(lab_rank *r) {
     fsdp_status status = fsdp_post_backward(u);
     if (!status) status = fsdp_finalize_backward(m);
     CHECK_STATUS(status, lanes ? FSDP_ERR_INVALID_STATE : FSDP_OK);
-    if (a.calls || !lanes) CHECK_STATUS(a.status, status); /* else another rank's failed before */
     if (lanes)
         CHECK_MSG(strstr(fsdp_last_error(r->w), "[E216] a hook that runs in a worker thread"), "%s",
                   fsdp_last_error(r->w));
-    CHECK_STATUS(fsdp_shutdown(r->w), status);
+    CHECK_STATUS(fsdp_shutdown(r->w), status); /* before, the hook may run, as another rank's failed */
+    if (a.calls || !lanes) CHECK_STATUS(a.status, status);
     r->w = NULL;
 }
 TEST(hooks, that_wait_for_themselves) {
