@@ -67,7 +67,7 @@
 extern "C" {
 #endif
 
-typedef struct fsdp_muon fsdp_muon;
+typedef fsdp_optim fsdp_muon;
 
 enum { FSDP_MUON_ORIGINAL = 0, FSDP_MUON_MATCH_RMS_ADAMW, FSDP_MUON_SPECTRAL }; // adjust
 
@@ -132,25 +132,27 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_create(fsdp_model *model, const f
    Blocks      inline and with comm threads: for the ranks that send, at most timeout_ms; on
                streams: no
    Allocates   no; the first step after a freeze or thaw does      Source torch: Muon.step */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr);
-
-/* fsdp_muon_set_group - as fsdp_adamw_set_group
-   Result      as there      Collective as there */
-FSDP_API fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_optim_group *group);
+FSDP_MUST_CHECK static inline fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
+    return fsdp_optim_step(muon, lr);
+}
 
 /* fsdp_muon_takes    - 1 if Muon takes this parameter, whether it is frozen or not. NULL: 0
-   fsdp_muon_nbytes   - host and device memory of the optimizer in bytes; 0: NULL
    fsdp_muon_describe - as text: matrices, how many of them this rank computes, buckets, bytes that
                it receives in a step, what replicas do. Writes at most cap bytes with the end, and
                returns the length of the whole text, as snprintf */
 FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param);
-FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon);
 FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap);
 
 /* fsdp_muon_destroy - free an optimizer before its model ends; NULL is allowed. First end the
                optimizers whose groups ask fsdp_muon_takes
    Collective  yes: every rank of the mesh      Blocks for operations under way */
-FSDP_API void fsdp_muon_destroy(fsdp_muon *muon);
+static inline void fsdp_muon_destroy(fsdp_muon *muon) { fsdp_optim_destroy(muon); }
+
+// fsdp_optim_set_group and fsdp_optim_nbytes with the name of the optimizer.
+static inline fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_optim_group *g) {
+    return fsdp_optim_set_group(muon, k, g);
+}
+static inline int64_t fsdp_muon_nbytes(const fsdp_muon *muon) { return fsdp_optim_nbytes(muon); }
 
 #ifdef __cplusplus
 }

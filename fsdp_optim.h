@@ -151,8 +151,8 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 /* -------------------------------------------------------------------------------------------- */
 /* Optimizers of a model.                                                                         */
 
-typedef struct fsdp_adamw fsdp_adamw;
-typedef struct fsdp_sgd fsdp_sgd;
+typedef struct fsdp_optim fsdp_optim; // AdamW, SGD or Muon (fsdp_muon.h)
+typedef fsdp_optim fsdp_adamw, fsdp_sgd;
 
 #define FSDP_OPTIM_SAME   (-1.0) // in a group: the weight_decay of the desc
 #define FSDP_OPTIM_GROUPS 8
@@ -210,21 +210,24 @@ typedef struct fsdp_sgd_desc {
 FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void);
 FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
 
-/* fsdp_adamw_create - an AdamW optimizer of all trainable parameters of a model; commits the model
+/* fsdp_adamw_create, fsdp_sgd_create - an optimizer of all trainable parameters of a model; commits
+               the model
    desc        NULL: the defaults
-   opt         the model owns it: it ends with fsdp_adamw_destroy, the model or the world.
+   opt         the model owns it: it ends with fsdp_optim_destroy, the model or the world.
                NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
-               wrong; or desc does not come from fsdp_adamw_defaults), UNSUPPORTED (the shards are
-               in the memory of a device that cannot update them: set cpu_offload), OUT_OF_MEMORY,
-               errors of commit
+               wrong, or that Muon has; or desc does not come from its function of the defaults),
+               UNSUPPORTED (the shards are in the memory of a device that cannot update them: set
+               cpu_offload), OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit      Allocates yes
-   Source      torch: torch.optim.AdamW */
+   Source      torch: torch.optim.AdamW, torch.optim.SGD */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
                                                        fsdp_adamw **opt);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
+                                                     fsdp_sgd **opt);
 
-/* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed. If
+/* fsdp_optim_step - update every parameter that has a gradient; ends with fsdp_params_changed. If
                units hold gradients that are not reduced, or no parameter has a gradient, it logs
                that, once
    lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it. If ranks
@@ -237,13 +240,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
    Blocks      for operations under way that read shards. If the device updates: only after a freeze
                or thaw
    Allocates   no; the first step after a freeze or thaw does
-   Source      torch: AdamW.step */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
+   Source      torch: AdamW.step, SGD.step */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_optim_step(fsdp_optim *opt, double lr);
 
-/* fsdp_adamw_set_group - change a group's lr_scale and weight_decay from the next step on, also
+/* fsdp_optim_set_group - change a group's lr_scale and weight_decay from the next step on, also
                while a plan replays. Parameters stay in their groups
    k           0 .. num_groups-1. An optimizer without groups has group 0
-   group       begin with fsdp_adamw_defaults().groups[k] or with the desc's, and change fields.
+   group       begin with the groups[k] of the defaults or of the desc, and change fields.
                FSDP_OPTIM_SAME is the weight_decay of the desc
    Result      FSDP_OK; INVALID_ARG (NULL, k, a field, or group does not come from the defaults):
                nothing changes; if the world is aborted, its status
@@ -251,24 +254,11 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr)
                collective of a unit is a MISMATCH
    Note        a checkpoint has no groups: set them again after a load, as you give the lr again
    Source      torch: Optimizer.param_groups */
-FSDP_API fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *group);
+FSDP_API fsdp_status fsdp_optim_set_group(fsdp_optim *opt, int k, const fsdp_optim_group *group);
 
-/* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
+/* fsdp_optim_destroy - free an optimizer before its model ends; NULL is allowed
    Blocks      until the device has finished its updates */
-FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
-
-/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_set_group, fsdp_sgd_destroy - as the functions of AdamW
-   Result      as for AdamW: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
-               status of an aborted world
-   Collective  create: as fsdp_model_commit; step, set_group: as for AdamW; destroy: no
-   Blocks      create, set_group: no; step and destroy: as for AdamW
-   Allocates   create, and the first step after a freeze or thaw
-   Source      torch: torch.optim.SGD */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
-                                                     fsdp_sgd **opt);
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
-FSDP_API fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *group);
-FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
+FSDP_API void fsdp_optim_destroy(fsdp_optim *opt);
 
 // The state of one parameter, in place: a checkpoint reads it, and writes it to resume. After a
 // freeze or thaw of any parameter the pointers are stale. If the device updates the shards, first
@@ -278,22 +268,44 @@ typedef struct fsdp_optim_state {
     int32_t group;        // negative: the optimizer does not have it (frozen since creation, or
                           // left out by fsdp_optim_group_fn)
     int64_t numel;        // elements: fsdp_param_view.numel, in the same order, without padding
-    void *first, *second; // AdamW: m, v. SGD: momentum buffer or NULL, and NULL
+    void *first, *second; // AdamW: m, v. SGD, Muon: momentum buffer or NULL, and NULL
     int64_t *step;        // updates so far; NULL if group is negative
 } fsdp_optim_state;
 
-/* fsdp_adamw_state, fsdp_sgd_state - the state of the parameter with this ordinal
+/* fsdp_optim_state_get - the state of the parameter with this ordinal
    Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal); after a freeze or thaw the errors of
                create, too
    Collective  no; after a freeze or thaw as fsdp_model_commit
    Blocks      no; after a freeze or thaw until the device has finished its updates
    Allocates   no; after a freeze or thaw as create      Source torch: Optimizer.state */
-FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
-FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
+FSDP_API fsdp_status fsdp_optim_state_get(fsdp_optim *opt, int ordinal, fsdp_optim_state *out);
 
-/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - host and device memory of the optimizer in bytes; 0: NULL */
-FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
-FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
+/* fsdp_optim_nbytes - host and device memory of the optimizer in bytes; 0: NULL */
+FSDP_API int64_t fsdp_optim_nbytes(const fsdp_optim *opt);
+
+// The same functions with the name of the optimizer.
+FSDP_MUST_CHECK static inline fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
+    return fsdp_optim_step(opt, lr);
+}
+FSDP_MUST_CHECK static inline fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
+    return fsdp_optim_step(opt, lr);
+}
+static inline fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *g) {
+    return fsdp_optim_set_group(opt, k, g);
+}
+static inline fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *g) {
+    return fsdp_optim_set_group(opt, k, g);
+}
+static inline fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out) {
+    return fsdp_optim_state_get(opt, ordinal, out);
+}
+static inline fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out) {
+    return fsdp_optim_state_get(opt, ordinal, out);
+}
+static inline int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) { return fsdp_optim_nbytes(opt); }
+static inline int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) { return fsdp_optim_nbytes(opt); }
+static inline void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdp_optim_destroy(opt); }
+static inline void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdp_optim_destroy(opt); }
 
 /* -------------------------------------------------------------------------------------------- */
 /* Gradient scaler. In f16 small gradients become zero. So you multiply the loss by a large factor,

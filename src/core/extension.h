@@ -10,6 +10,10 @@
 #define FSDP_EXTENSION_H
 // clang-format off
 
+// How steps of an extension update a parameter. Optimizers refuse a parameter that another one
+// updates in another way.
+enum { FSDP_UPDATES_NONE = 0, FSDP_UPDATES_ELEMENTS, FSDP_UPDATES_MATRIX };
+
 // One item of the numbers that an extension keeps and a checkpoint must write.
 typedef struct fsdp_state_item {
     const char *extension;        // name of the extension
@@ -23,6 +27,7 @@ typedef struct fsdp_state_item {
     int64_t shape[FSDP_MAX_DIMS]; // shape of the tensor; for a sharded item the library sets it
     int64_t numel;                // elements here, contiguous
     void *data;                   // a checkpoint reads it; a load writes it
+    int32_t updates;              // how the extension's steps update the parameter: FSDP_UPDATES_*
     int32_t sizes_only;           // 1: the caller does not read data, so extensions start no work
     int32_t at[2];                // the library's: position of fsdp_next_state
 } fsdp_state_item;

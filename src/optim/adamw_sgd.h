@@ -14,22 +14,22 @@
 
 // The settings of AdamW and SGD, and the scalars of their updates.
 
-struct fsdp_adamw {
-    fsdpi_optim base;
+typedef struct fsdpi_adamw_opt {
+    fsdp_optim base;
     fsdp_adamw_hyper hyper;
     fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for update number scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
-};
+} fsdpi_adamw_opt;
 
-struct fsdp_sgd {
-    fsdpi_optim base;
+typedef struct fsdpi_sgd_opt {
+    fsdp_optim base;
     fsdp_sgd_hyper hyper;
-};
+} fsdpi_sgd_opt;
 
 // AdamW. A group's scalars are computed again if its t or the step's lr has changed.
-static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
+static void fsdpi_adamw_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr,
                              fsdp_update *u) {
-    fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
+    fsdpi_adamw_opt *opt = (fsdpi_adamw_opt *)(void *)o;
     int group = run->first->group;
     if (opt->scalars_step[group] != run->step) {
         opt->hyper.lr = lr;
@@ -40,6 +40,12 @@ static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double
     }
     u->kind = FSDP_UPDATE_ADAMW;
     memcpy(u->scalars, &opt->scalars[group], sizeof opt->scalars[group]);
+}
+
+static fsdp_status fsdpi_adamw_step(fsdp_optim *o, double lr) {
+    fsdpi_adamw_opt *opt = (fsdpi_adamw_opt *)(void *)o;
+    memset(opt->scalars_step, 0, sizeof opt->scalars_step);
+    return fsdpi_optim_step(o, lr, "adamw_step", fsdpi_adamw_fill);
 }
 
 static void fsdpi_optim_no_groups(fsdp_optim_group *groups) {
@@ -61,8 +67,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
                                        fsdp_adamw **opt) {
     static const char *const name = "adamw_create";
     fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
-    fsdp_adamw settings;
-    fsdpi_optim *base = NULL;
+    fsdpi_adamw_opt settings;
     if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
@@ -71,6 +76,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.extension.name = "adamw";
+    settings.base.mark = FSDP_UPDATES_ELEMENTS;
+    settings.base.step = fsdpi_adamw_step;
     settings.base.state_names[0] = "exp_avg";
     settings.base.state_names[1] = "exp_avg_sq";
     settings.base.step_name = "step";
@@ -91,47 +98,29 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
-                                    d.user, &base);
+                                    d.user, opt);
     if (status) return status;
-    *opt = (fsdp_adamw *)(void *)base;
-    (*opt)->hyper.beta1 = d.beta1;
-    (*opt)->hyper.beta2 = d.beta2;
-    (*opt)->hyper.eps = d.eps;
+    fsdp_adamw_hyper *hyper = &((fsdpi_adamw_opt *)(void *)*opt)->hyper;
+    hyper->beta1 = d.beta1, hyper->beta2 = d.beta2, hyper->eps = d.eps;
     const double given[] = {d.beta1, d.beta2, d.eps};
-    status = fsdpi_optim_agree(base, given, sizeof given);
-    if (status) fsdp_adamw_destroy(*opt), *opt = NULL;
+    status = fsdpi_optim_agree(*opt, given, sizeof given);
+    if (status) fsdp_optim_destroy(*opt), *opt = NULL;
     return status;
 }
 
-FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
-    if (!opt) return fsdpi_optim_null(NULL, "adamw_step", "the optimizer");
-    memset(opt->scalars_step, 0, sizeof opt->scalars_step);
-    return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
-}
-
-FSDP_API fsdp_status fsdp_adamw_set_group(fsdp_adamw *opt, int k, const fsdp_optim_group *group) {
-    return fsdpi_optim_set_group(opt ? &opt->base : NULL, "adamw_set_group", k, group);
-}
-
-FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
-
-FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out) {
-    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "adamw_state", out);
-}
-
-FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
-    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
-}
-
 // SGD.
-static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
-    fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
+static void fsdpi_sgd_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
+    fsdp_sgd_hyper hyper = ((fsdpi_sgd_opt *)(void *)o)->hyper;
     hyper.lr = lr;
     hyper.weight_decay = o->groups[run->first->group].weight_decay;
     hyper.step = run->step;
     fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hyper);
     u->kind = FSDP_UPDATE_SGD;
     memcpy(u->scalars, &k, sizeof k);
+}
+
+static fsdp_status fsdpi_sgd_step(fsdp_optim *o, double lr) {
+    return fsdpi_optim_step(o, lr, "sgd_step", fsdpi_sgd_fill);
 }
 
 FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void) {
@@ -144,8 +133,7 @@ FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void) {
 FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
     static const char *const name = "sgd_create";
     fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
-    fsdp_sgd settings;
-    fsdpi_optim *base = NULL;
+    fsdpi_sgd_opt settings;
     if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
@@ -154,6 +142,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.extension.name = "sgd";
+    settings.base.mark = FSDP_UPDATES_ELEMENTS;
+    settings.base.step = fsdpi_sgd_step;
     settings.base.state_names[0] = "momentum_buffer";
     settings.base.step_name = "step";
     if (!status) status = fsdpi_optim_begun(&settings.base, w, d.magic);
@@ -174,35 +164,14 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.seed = d.seed;
     if (!status)
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
-                                    d.user, &base);
+                                    d.user, opt);
     if (status) return status;
-    *opt = (fsdp_sgd *)(void *)base;
-    (*opt)->hyper.momentum = d.momentum;
-    (*opt)->hyper.dampening = d.dampening;
-    (*opt)->hyper.nesterov = d.nesterov;
+    fsdp_sgd_hyper *hyper = &((fsdpi_sgd_opt *)(void *)*opt)->hyper;
+    hyper->momentum = d.momentum, hyper->dampening = d.dampening, hyper->nesterov = d.nesterov;
     const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
-    status = fsdpi_optim_agree(base, given, sizeof given);
-    if (status) fsdp_sgd_destroy(*opt), *opt = NULL;
+    status = fsdpi_optim_agree(*opt, given, sizeof given);
+    if (status) fsdp_optim_destroy(*opt), *opt = NULL;
     return status;
-}
-
-FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
-    if (!opt) return fsdpi_optim_null(NULL, "sgd_step", "the optimizer");
-    return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
-}
-
-FSDP_API fsdp_status fsdp_sgd_set_group(fsdp_sgd *opt, int k, const fsdp_optim_group *group) {
-    return fsdpi_optim_set_group(opt ? &opt->base : NULL, "sgd_set_group", k, group);
-}
-
-FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
-
-FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out) {
-    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "sgd_state", out);
-}
-
-FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) {
-    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
 }
 
 #endif // FSDPI_OPTIM_ADAMW_SGD_H

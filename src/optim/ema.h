@@ -20,7 +20,7 @@
 // load does not bring begins at the end of the load.
 
 struct fsdp_ema {
-    fsdpi_optim base;
+    fsdp_optim base;
     fsdp_ema_desc desc;
     int64_t calls; // calls of fsdp_ema_update
     int swapped;
@@ -31,7 +31,7 @@ struct fsdp_ema {
     double weight;                           // weight of the listed updates
 };
 
-static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
+static void fsdpi_ema_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
     const fsdp_ema *e = (const fsdp_ema *)(void *)o;
     (void)lr;
     u->kind = FSDP_UPDATE_EMA;
@@ -43,7 +43,7 @@ static void fsdpi_ema_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double l
 
 // Emits the updates of all parameters that have an average. COPY is for those that have none.
 static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double weight) {
-    fsdpi_optim *o = &e->base;
+    fsdp_optim *o = &e->base;
     fsdpi_optim_span run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     fsdp_status status = FSDP_OK;
     int num = 0;
@@ -63,7 +63,7 @@ static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double
 // Makes tables and states for the model's layout, and begins missing averages by a copy. While the
 // average is swapped in none begins, since the shards hold averages.
 static fsdp_status fsdpi_ema_begin(fsdp_ema *e, const char *what) {
-    fsdpi_optim *o = &e->base;
+    fsdp_optim *o = &e->base;
     fsdp_status status = fsdp_params_writable(o->model); // reductions may write them
     if (!status) status = fsdpi_optim_apply_layout(o, what);
     if (status || e->swapped) return status;
@@ -91,7 +91,7 @@ static fsdp_status fsdpi_ema_reads(fsdp_model *m, const char *what) {
 
 // Begins the averages that a load of parameters has not brought.
 static fsdp_status fsdpi_ema_replaced(fsdp_ema *e) {
-    fsdpi_optim *o = &e->base;
+    fsdp_optim *o = &e->base;
     int kept = 0, begun = 0;
     for (int i = 0; i < o->num_params; i++) {
         kept |= o->params[i].step != 0;
@@ -127,7 +127,7 @@ static fsdp_status fsdpi_ema_values(void *user, fsdp_model *model, int event, in
 // Describes item `index` for a checkpoint.
 static fsdp_status fsdpi_ema_item(void *user, fsdp_model *model, int index, fsdp_state_item *item) {
     fsdp_ema *e = (fsdp_ema *)user;
-    fsdpi_optim *o = &e->base;
+    fsdp_optim *o = &e->base;
     const int begins = item && !item->sizes_only;
     fsdp_status status = begins ? fsdpi_ema_swapped(e, "state of ema") : FSDP_OK;
     if (begins && index == 0 && !status) {
@@ -187,7 +187,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
     static const char *const name = "ema_create";
     fsdp_ema_desc defaults = fsdp_ema_defaults();
     fsdp_ema settings;
-    fsdpi_optim *base = NULL;
+    fsdp_optim *base = NULL;
     if (!model || !ema) return fsdpi_optim_null(model, name, "model or ema");
     *ema = NULL;
     fsdp_world *w = fsdp_model_world(model);
@@ -231,7 +231,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
 FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     static const char *const name = "ema_update";
     if (!ema) return fsdpi_optim_null(NULL, name, "ema");
-    fsdpi_optim *o = &ema->base;
+    fsdp_optim *o = &ema->base;
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_FULL, name);
     if (!status) status = fsdpi_ema_swapped(ema, name);
     if (!status) status = fsdpi_ema_reads(o->model, name);
@@ -268,7 +268,7 @@ FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
 }
 
 FSDP_API int64_t fsdp_ema_nbytes(const fsdp_ema *ema) {
-    return ema ? fsdpi_optim_nbytes(&ema->base) : 0;
+    return ema ? fsdp_optim_nbytes(&ema->base) : 0;
 }
 
 FSDP_API void fsdp_ema_destroy(fsdp_ema *ema) {
@@ -279,7 +279,7 @@ FSDP_API void fsdp_ema_destroy(fsdp_ema *ema) {
         fsdp_warn(fsdp_model_world(m), "[E233] ema_destroy: the weights could not be swapped back, "
                                        "and are lost: the model has their average");
     }
-    fsdpi_optim_destroy(&ema->base);
+    fsdp_optim_destroy(&ema->base);
 }
 
 #endif // FSDPI_OPTIM_EMA_H

@@ -19,14 +19,15 @@
 /* -------------------------------------------------------------------------------------------- */
 // Buffers: the memory for products, and those of buckets.
 
-static void fsdpi_muon_free_buffers(fsdp_muon *o) {
+static void fsdpi_muon_free_buffers(fsdpi_muon_opt *o) {
     for (int i = 0; i < FSDPI_MUON_BUFS; i++) {
         if (i <= FSDPI_MUON_U || o->travels) fsdp_buf_destroy(o->base.model, o->bufs[i]);
         o->bufs[i] = NULL;
     }
+    o->base.buffer_bytes = 0;
 }
 
-static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
+static fsdp_status fsdpi_muon_buffers(fsdpi_muon_opt *o) {
     const int64_t size = (int64_t)fsdp_dtype_size(o->desc.dtype);
     const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
     const int64_t matrix = (o->most * element + 63) / 64 * 64;
@@ -49,6 +50,8 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
         else
             status = fsdp_buf_create(o->base.model, pool, FSDP_MEMORY_DEVICE,
                                      (i < FSDPI_MUON_WHOLE ? got : sent) * size, &o->bufs[i]);
+    for (int i = 0; i < FSDPI_MUON_BUFS; i++)
+        if (i <= FSDPI_MUON_U || o->travels) o->base.buffer_bytes += fsdp_buf_nbytes(o->bufs[i]);
     if (status) return status;
     o->room = (char *)fsdp_buf_ptr(o->bufs[FSDPI_MUON_ROOM]);
     o->x = o->room + norm, o->y = o->x + matrix, o->s = o->y + matrix, o->t = o->s + square;
@@ -57,7 +60,7 @@ static fsdp_status fsdpi_muon_buffers(fsdp_muon *o) {
 }
 
 // Applies the model's layout to the optimizer's table, the owners, buckets and buffers.
-static fsdp_status fsdpi_muon_apply_layout(fsdp_muon *o, const char *what) {
+static fsdp_status fsdpi_muon_apply_layout(fsdpi_muon_opt *o, const char *what) {
     fsdp_status status = fsdpi_optim_apply_layout(&o->base, what);
     if (status || o->laid == o->base.laid) return status;
     int64_t before = fsdpi_optim_host_bytes(o->base.model);
@@ -79,7 +82,7 @@ static fsdp_status fsdpi_muon_apply_layout(fsdp_muon *o, const char *what) {
 // so that COMPUTE and EXTENSION wait for each other; only COMPUTE uses `room`. The list of an op on
 // COMPUTE is read when the op is emitted.
 
-static fsdp_op fsdpi_muon_make_op(const fsdp_muon *o, int kind, int stream, fsdp_buf *src,
+static fsdp_op fsdpi_muon_make_op(const fsdpi_muon_opt *o, int kind, int stream, fsdp_buf *src,
                                   fsdp_buf *dst) {
     fsdp_op op;
     fsdp_op_init(&op, o->base.model, NULL, kind, o->label, stream);
@@ -89,7 +92,7 @@ static fsdp_op fsdpi_muon_make_op(const fsdp_muon *o, int kind, int stream, fsdp
     return op;
 }
 
-static fsdp_status fsdpi_muon_emit_blocks(const fsdp_muon *o, fsdp_op op, const fsdp_block *blocks,
+static fsdp_status fsdpi_muon_emit_blocks(const fsdpi_muon_opt *o, fsdp_op op, const fsdp_block *blocks,
                                           int num) {
     op.list = blocks, op.list_count = (uint32_t)num;
     for (int i = 0; i < num; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
@@ -97,7 +100,7 @@ static fsdp_status fsdpi_muon_emit_blocks(const fsdp_muon *o, fsdp_op op, const 
 }
 
 // Emits the first updates of the optimizer's list.
-static fsdp_status fsdpi_muon_emit_updates(const fsdp_muon *o, int num, fsdp_buf *src,
+static fsdp_status fsdpi_muon_emit_updates(const fsdpi_muon_opt *o, int num, fsdp_buf *src,
                                            fsdp_buf *dst) {
     return fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step", o->base.updates, num,
                                src, dst);
@@ -113,28 +116,28 @@ static fsdp_update fsdpi_muon_update(int kind, fsdp_dtype dtype, fsdp_dtype grad
 }
 
 // Gets the view of a matrix. Returns 1 if it has a gradient.
-static int fsdpi_muon_view(const fsdp_muon *o, const fsdpi_muon_matrix *m, fsdp_param_view *v) {
+static int fsdpi_muon_view(const fsdpi_muon_opt *o, const fsdpi_muon_matrix *m, fsdp_param_view *v) {
     const fsdpi_optim_param *p = &o->base.params[m->param];
     return !fsdp_param_view_get(p->unit, p->index, v) && v->shard_grad;
 }
 
 // Returns the address of an element in a buffer of desc.dtype.
-static char *fsdpi_muon_at(const fsdp_muon *o, int buf, int64_t elements) {
+static char *fsdpi_muon_at(const fsdpi_muon_opt *o, int buf, int64_t elements) {
     return (char *)fsdp_buf_ptr(o->bufs[buf]) + elements * (int64_t)fsdp_dtype_size(o->desc.dtype);
 }
 
-static int fsdpi_muon_whole(const fsdp_muon *o, const fsdpi_muon_bucket *f) {
+static int fsdpi_muon_whole(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f) {
     return FSDPI_MUON_WHOLE + (int)(f - o->buckets) % 2;
 }
 
 // Emits a release: the next op that writes the buffer waits for the last op on `stream`.
-static fsdp_status fsdpi_muon_release(const fsdp_muon *o, int stream, fsdp_buf *buf) {
+static fsdp_status fsdpi_muon_release(const fsdpi_muon_opt *o, int stream, fsdp_buf *buf) {
     fsdp_op op = fsdpi_muon_make_op(o, FSDP_OP_RELEASE, stream, buf, NULL);
     return fsdp_emit(o->base.model, &op);
 }
 
 // Exchanges parts in the shard group. A group of one rank copies its part.
-static fsdp_status fsdpi_muon_exchange(const fsdp_muon *o, const fsdpi_muon_bucket *f, int from,
+static fsdp_status fsdpi_muon_exchange(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f, int from,
                                        int64_t begin, int to, int64_t end) {
     const fsdp_block all = {0, 0, f->part, 1, f->part, f->part};
     fsdp_op op = fsdpi_muon_make_op(o, f->comm ? FSDP_OP_ALL_TO_ALL : FSDP_OP_COPY,
@@ -150,7 +153,7 @@ static fsdp_status fsdpi_muon_exchange(const fsdp_muon *o, const fsdpi_muon_buck
 }
 
 // Updates the momentum of a bucket, and sends u to the owners. Sets f->is_used.
-static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_bucket *f) {
+static fsdp_status fsdpi_muon_send(fsdpi_muon_opt *o, fsdpi_muon_bucket *f) {
     int num = 0;
     f->is_used = 0;
     for (int i = f->first; i < f->first + f->num; i++) {
@@ -178,7 +181,7 @@ static fsdp_status fsdpi_muon_send(fsdp_muon *o, fsdpi_muon_bucket *f) {
 }
 
 // Sends x of a bucket back to the shards and to the replicas.
-static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_bucket *f) {
+static fsdp_status fsdpi_muon_bring(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f) {
     if (!f->is_used || !o->travels) return FSDP_OK;
     fsdp_status status = fsdpi_muon_exchange(o, f, fsdpi_muon_whole(o, f), 0, FSDPI_MUON_X,
                                              f->replica * f->all.count);
@@ -193,7 +196,7 @@ static fsdp_status fsdpi_muon_bring(const fsdp_muon *o, const fsdpi_muon_bucket 
 }
 
 // Updates the parameters of a bucket.
-static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_bucket *f) {
+static fsdp_status fsdpi_muon_apply(fsdpi_muon_opt *o, const fsdpi_muon_bucket *f) {
     const int adamw = o->desc.adjust == FSDP_MUON_MATCH_RMS_ADAMW;
     fsdp_buf *x = o->bufs[FSDPI_MUON_X];
     int num = 0;
@@ -215,7 +218,7 @@ static fsdp_status fsdpi_muon_apply(fsdp_muon *o, const fsdpi_muon_bucket *f) {
 
 // Computes s = x x'; for a tall x: s = x' x.
 static fsdp_status fsdpi_muon_square(const fsdp_op *op, void *stream) {
-    const fsdp_muon *o = (const fsdp_muon *)op->list;
+    const fsdpi_muon_opt *o = (const fsdpi_muon_opt *)op->list;
     const int64_t n = o->now->side, c = o->now->columns, rows = o->now->rows;
     const int tall = rows > c;
     return o->desc.gemm(o->desc.gemm_user, stream, n, n, tall ? rows : c, 1, o->x, c, tall, o->x, c,
@@ -224,7 +227,7 @@ static fsdp_status fsdpi_muon_square(const fsdp_op *op, void *stream) {
 
 // Computes t = b t + c s s', then y = a y + t x; for tall x: y = a y + x t. Requires t = s, y = x.
 static fsdp_status fsdpi_muon_polynomial(const fsdp_op *op, void *stream) {
-    const fsdp_muon *o = (const fsdp_muon *)op->list;
+    const fsdpi_muon_opt *o = (const fsdpi_muon_opt *)op->list;
     const fsdp_muon_desc *d = &o->desc;
     const int64_t n = o->now->side, c = o->now->columns, rows = o->now->rows;
     const int tall = rows > c;
@@ -235,7 +238,7 @@ static fsdp_status fsdpi_muon_polynomial(const fsdp_op *op, void *stream) {
                    tall ? o->t : o->x, c, 0, (float)d->a, o->y, c, o->dtype);
 }
 
-static fsdp_status fsdpi_muon_call(const fsdp_muon *o,
+static fsdp_status fsdpi_muon_call(const fsdpi_muon_opt *o,
                                    fsdp_status (*call)(const fsdp_op *, void *)) {
     fsdp_op op = fsdpi_muon_make_op(o, FSDP_OP_CALL, FSDP_STREAM_COMPUTE, NULL, NULL);
     op.call = call, op.list = o, op.list_count = 1;
@@ -243,7 +246,7 @@ static fsdp_status fsdpi_muon_call(const fsdp_muon *o,
 }
 
 // Computes x = x * (1 / max(norm(x), eps)).
-static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, int64_t count) {
+static fsdp_status fsdpi_muon_normalize(const fsdpi_muon_opt *o, int64_t count) {
     const fsdp_block all = {0, 0, count, 1, count, count};
     fsdp_update *u = o->base.updates;
     fsdp_op op = fsdpi_muon_make_op(o, FSDP_OP_NORM, FSDP_STREAM_COMPUTE, NULL, NULL);
@@ -257,7 +260,7 @@ static fsdp_status fsdpi_muon_normalize(const fsdp_muon *o, int64_t count) {
 }
 
 // Runs an iteration of Newton-Schulz. The next x is in y: exchanges the two addresses.
-static fsdp_status fsdpi_muon_iterate(fsdp_muon *o, int64_t numel, int64_t square) {
+static fsdp_status fsdpi_muon_iterate(fsdpi_muon_opt *o, int64_t numel, int64_t square) {
     const int64_t element = (int64_t)fsdp_dtype_size(o->dtype);
     const fsdp_block both[] = {
         {(o->x - o->room) / element, (o->y - o->room) / element, numel, 1, numel, numel},
@@ -274,7 +277,7 @@ static fsdp_status fsdpi_muon_iterate(fsdp_muon *o, int64_t numel, int64_t squar
 }
 
 // Copies the rows of all ranks to x, one below the other, or back.
-static fsdp_status fsdpi_muon_pieces(const fsdp_muon *o, const fsdpi_muon_bucket *f,
+static fsdp_status fsdpi_muon_pieces(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f,
                                      const fsdpi_muon_matrix *m, int back) {
     fsdp_buf *whole = o->bufs[fsdpi_muon_whole(o, f)];
     fsdp_op op = fsdpi_muon_make_op(o, FSDP_OP_COPY, FSDP_STREAM_COMPUTE, back ? NULL : whole,
@@ -295,7 +298,7 @@ static fsdp_status fsdpi_muon_pieces(const fsdp_muon *o, const fsdpi_muon_bucket
 }
 
 // Computes those matrices of a bucket that this rank owns.
-static fsdp_status fsdpi_muon_compute(fsdp_muon *o, const fsdpi_muon_bucket *f) {
+static fsdp_status fsdpi_muon_compute(fsdpi_muon_opt *o, const fsdpi_muon_bucket *f) {
     fsdp_status status = FSDP_OK;
     for (int i = f->first; i < f->first + f->num && !status; i++) {
         const fsdpi_muon_matrix *m = o->now = &o->matrices[i];
@@ -310,9 +313,9 @@ static fsdp_status fsdpi_muon_compute(fsdp_muon *o, const fsdpi_muon_bucket *f) 
     return status;
 }
 
-FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
+static fsdp_status fsdpi_muon_step(fsdp_optim *base, double lr) {
     static const char *const name = "muon_step";
-    if (!muon) return fsdpi_optim_null(NULL, name, "the optimizer");
+    fsdpi_muon_opt *muon = (fsdpi_muon_opt *)(void *)base;
     fsdp_status status = fsdpi_optim_begin(&muon->base, lr, name);
     if (!status) status = fsdpi_muon_apply_layout(muon, name);
     if (!status) status = fsdp_agree(muon->base.model, &lr, sizeof lr);
@@ -335,7 +338,7 @@ FSDP_API fsdp_status fsdp_muon_step(fsdp_muon *muon, double lr) {
 /* -------------------------------------------------------------------------------------------- */
 
 static void fsdpi_muon_free(void *user) {
-    fsdpi_muon_free_buffers((fsdp_muon *)user);
+    fsdpi_muon_free_buffers((fsdpi_muon_opt *)user);
     fsdpi_optim_free(user);
 }
 
@@ -354,7 +357,7 @@ enum { FSDPI_MUON_RANGES = 10 };
 
 // Checks that the settings are in their ranges and that this world can run them. Commits the model.
 // given: out: the settings that ranks compare.
-static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdpi_optim *o, const fsdp_muon_desc *d,
+static fsdp_status fsdpi_muon_settings(fsdp_model *model, fsdp_optim *o, const fsdp_muon_desc *d,
                                        double *given) {
     const fsdpi_optim_range ranges[FSDPI_MUON_RANGES] = {
         {"desc.weight_decay", d->weight_decay, 0, FSDPI_OPTIM_FINITE},
@@ -397,7 +400,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
                                       fsdp_muon **muon) {
     static const char *const name = "muon_create";
     fsdp_muon_desc d, defaults = fsdp_muon_defaults();
-    fsdpi_optim settings, *base = NULL;
+    fsdp_optim settings, *base = NULL;
     double given[FSDPI_MUON_RANGES + 1];
     if (!model || !muon) return fsdpi_optim_null(model, name, "model or muon");
     *muon = NULL;
@@ -408,16 +411,18 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     settings.name = name;
     settings.extension.name = "muon";
     settings.extension.destroy = fsdpi_muon_free;
+    settings.mark = FSDP_UPDATES_MATRIX;
+    settings.step = fsdpi_muon_step;
     settings.state_names[0] = "momentum_buffer";
     settings.num_states = 1;
     if (!status) status = fsdpi_muon_settings(model, &settings, &d, given);
     // The struct, and its tables behind it.
-    const int64_t size = (int64_t)sizeof(fsdp_muon) +
+    const int64_t size = (int64_t)sizeof(fsdpi_muon_opt) +
                          params * (int64_t)(sizeof(fsdpi_muon_matrix) + sizeof(fsdpi_muon_bucket)) +
                          ranks * (int64_t)(sizeof(fsdp_block) + 2 * sizeof(int64_t));
     if (!status) status = fsdpi_optim_create(model, &settings, size, fsdpi_muon_group, &d, &base);
     if (status) return status;
-    fsdp_muon *o = (fsdp_muon *)(void *)base;
+    fsdpi_muon_opt *o = (fsdpi_muon_opt *)(void *)base;
     o->matrices = (fsdpi_muon_matrix *)(void *)(o + 1);
     o->buckets = (fsdpi_muon_bucket *)(void *)(o->matrices + params);
     o->blocks = (fsdp_block *)(void *)(o->buckets + params);
@@ -430,28 +435,18 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     status = o->label < 0 ? FSDP_ERR_INVALID_ARG : fsdpi_muon_apply_layout(o, name);
     // Last, when nothing fails any more: a rank that had no memory and calls again agrees once.
     if (!status) status = fsdpi_optim_agree(base, given, sizeof given);
-    if (status) fsdp_muon_destroy(o);
-    else *muon = o;
+    if (status) fsdp_optim_destroy(base);
+    else *muon = base;
     return status;
 }
 
-FSDP_API fsdp_status fsdp_muon_set_group(fsdp_muon *muon, int k, const fsdp_optim_group *group) {
-    return fsdpi_optim_set_group(muon ? &muon->base : NULL, "muon_set_group", k, group);
-}
-
 FSDP_API int fsdp_muon_takes(const fsdp_muon *muon, const fsdp_param_view *param) {
-    return muon && param && fsdpi_muon_group((void *)(uintptr_t)&muon->desc, param) >= 0;
+    const fsdpi_muon_opt *o = (const fsdpi_muon_opt *)(const void *)muon;
+    return o && param && fsdpi_muon_group((void *)(uintptr_t)&o->desc, param) >= 0;
 }
 
-FSDP_API int64_t fsdp_muon_nbytes(const fsdp_muon *muon) {
-    if (!muon) return 0;
-    int64_t nbytes = fsdpi_optim_nbytes(&muon->base);
-    for (int i = 0; i < FSDPI_MUON_BUFS; i++)
-        if (i <= FSDPI_MUON_U || muon->travels) nbytes += fsdp_buf_nbytes(muon->bufs[i]);
-    return nbytes;
-}
-
-FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap) {
+FSDP_API size_t fsdp_muon_describe(const fsdp_muon *opt, char *text, size_t cap) {
+    const fsdpi_muon_opt *muon = (const fsdpi_muon_opt *)(const void *)opt;
     int64_t elements = 0;
     int mine = 0, parts = 0;
     for (int i = 0; muon && i < muon->num_buckets; i++) {
@@ -466,10 +461,8 @@ FSDP_API size_t fsdp_muon_describe(const fsdp_muon *muon, char *text, size_t cap
         "muon: %d matrices, of which this rank computes %d; %d buckets; receives %lld bytes in a "
         "step; each replica computes %s; %lld bytes of memory",
         muon ? muon->num : 0, mine, muon ? muon->num_buckets : 0, (long long)elements,
-        parts ? "a part" : "all", (long long)fsdp_muon_nbytes(muon));
+        parts ? "a part" : "all", (long long)fsdp_optim_nbytes(opt));
     return length > 0 ? (size_t)length : 0;
 }
-
-FSDP_API void fsdp_muon_destroy(fsdp_muon *muon) { fsdpi_optim_destroy(muon ? &muon->base : NULL); }
 
 #endif // FSDPI_OPTIM_MUON_H

@@ -39,8 +39,8 @@ typedef struct fsdpi_muon_bucket {
 // nothing is sent, all after U are U.
 enum { FSDPI_MUON_ROOM, FSDPI_MUON_U, FSDPI_MUON_X, FSDPI_MUON_WHOLE, FSDPI_MUON_BUFS = 5 };
 
-struct fsdp_muon {
-    fsdpi_optim base;
+typedef struct fsdpi_muon_opt {
+    fsdp_optim base;
     fsdp_muon_desc desc;
     fsdp_dtype dtype; // dtype of products
     int laid, label, num, num_buckets;
@@ -54,7 +54,7 @@ struct fsdp_muon {
     int64_t most, square;         // elements of the largest matrix, and of its square
     char *room, *x, *y, *s, *t;   // a norm; matrices x and y; squares s and t
     const fsdpi_muon_matrix *now; // the matrix being computed
-};
+} fsdpi_muon_opt;
 
 // Returns the result of desc.take for a parameter, or the default.
 static int fsdpi_muon_taken(const fsdp_muon_desc *d, const fsdp_param_view *v) {
@@ -70,7 +70,7 @@ static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
 }
 
 // Fails if Muon cannot update a matrix that desc.take chooses.
-static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const fsdp_param_view *v,
+static fsdp_status fsdpi_muon_check(const fsdpi_muon_opt *o, const char *what, const fsdp_param_view *v,
                                     const fsdp_mesh_info *info, int taken) {
     const char *expected = NULL;
     int64_t numel = 1;
@@ -95,7 +95,7 @@ static fsdp_status fsdpi_muon_check(const fsdp_muon *o, const char *what, const 
 }
 
 // Lists the trainable matrices in backward order, those with the same groups of ranks together.
-static fsdp_status fsdpi_muon_list(fsdp_muon *o, const char *what) {
+static fsdp_status fsdpi_muon_list(fsdpi_muon_opt *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
     o->num = 0, o->most = o->square = 0;
     while (fsdp_next_param(o->base.model, &v)) {
@@ -139,7 +139,7 @@ static int64_t fsdpi_muon_cost(const fsdpi_muon_matrix *m) {
 
 // Assigns matrices first .. end-1 to owners, longest processing time first. Ties go to the first in
 // the model.
-static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
+static void fsdpi_muon_own(fsdpi_muon_opt *o, int first, int end, int owners) {
     memset(o->loads, 0, (size_t)owners * sizeof *o->loads);
     for (int left = end - first; left > 0; left--) {
         fsdpi_muon_matrix *next = NULL;
@@ -156,7 +156,7 @@ static void fsdpi_muon_own(fsdp_muon *o, int first, int end, int owners) {
 }
 
 // Cuts matrices first .. end-1, whose groups of ranks are those of `like`, into buckets.
-static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
+static void fsdpi_muon_cut(fsdpi_muon_opt *o, int first, int end, int owners,
                            const fsdpi_muon_bucket *like) {
     const int64_t limit = o->desc.bucket_bytes / (int64_t)fsdp_dtype_size(o->desc.dtype);
     int64_t *whole = o->loads, *parts = o->loads + owners;
@@ -180,7 +180,7 @@ static void fsdpi_muon_cut(fsdp_muon *o, int first, int end, int owners,
 }
 
 // Chooses owners and buckets for the current layout. Makes communicators for stream EXTENSION.
-static fsdp_status fsdpi_muon_plan(fsdp_muon *o, const char *what) {
+static fsdp_status fsdpi_muon_plan(fsdpi_muon_opt *o, const char *what) {
     const int stream = FSDP_STREAM_EXTENSION;
     fsdp_status status = fsdpi_muon_list(o, what);
     o->num_buckets = o->travels = 0;

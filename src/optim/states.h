@@ -31,10 +31,12 @@ typedef struct fsdpi_optim_param {
     char *shard;
 } fsdpi_optim_param;
 
-typedef struct fsdpi_optim {
+struct fsdp_optim {
     fsdp_model *model;
     fsdp_extension extension;
     const char *name;
+    int mark; // of its parameters: FSDP_UPDATES_*
+    fsdp_status (*step)(fsdp_optim *o, double lr);
     const char *state_names[2];
     const char *step_name;                  // NULL: updates do not depend on t
     int memory;                             // FSDP_MEMORY_HOST or _DEVICE, where updates run
@@ -58,7 +60,8 @@ typedef struct fsdpi_optim {
     int64_t bits_from;                 // first state of a 16-bit parameter
     int64_t state_bytes;               // bytes of the block
     int64_t nbytes;                    // bytes of host memory
-} fsdpi_optim;
+    int64_t buffer_bytes;              // bytes of its fsdp_bufs
+};
 
 // Contiguous elements.
 typedef struct fsdpi_optim_span {
@@ -69,7 +72,7 @@ typedef struct fsdpi_optim_span {
 } fsdpi_optim_span;
 
 // Sets the kind and the scalars of a run's update.
-typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
+typedef void (*fsdpi_optim_fn)(fsdp_optim *o, const fsdpi_optim_span *run, double lr,
                                fsdp_update *u);
 
 static int fsdpi_optim_bad(double x, double below) {
@@ -105,7 +108,7 @@ static fsdp_status fsdpi_optim_ranges(fsdp_world *w, const char *what, const fsd
 
 #define FSDPI_OPTIM_MAGIC 0x4F707469u // in a desc that fsdp_*_defaults has filled
 
-static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32_t magic) {
+static fsdp_status fsdpi_optim_begun(const fsdp_optim *o, fsdp_world *w, uint32_t magic) {
     if (magic == FSDPI_OPTIM_MAGIC) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                      "[E921] %s: the desc does not come from fsdp_%s_defaults(): begin with "
@@ -114,7 +117,7 @@ static fsdp_status fsdpi_optim_begun(const fsdpi_optim *o, fsdp_world *w, uint32
 }
 
 // Copies a caller's group after checking it. `field` names it in texts.
-static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const char *what,
+static fsdp_status fsdpi_optim_take_group(fsdp_optim *o, fsdp_world *w, const char *what,
                                           const char *field, int k, const fsdp_optim_group *given) {
     fsdp_optim_group g = *given;
     char scale[64], decay[64];
@@ -134,7 +137,7 @@ static fsdp_status fsdpi_optim_take_group(fsdpi_optim *o, fsdp_world *w, const c
     return status;
 }
 
-static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
+static fsdp_status fsdpi_optim_groups(fsdp_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
     fsdp_status status = FSDP_OK;
     char field[32];
@@ -153,23 +156,29 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
     return status;
 }
 
-static fsdp_status fsdpi_optim_agree_group(const fsdpi_optim *o, int k) {
+static fsdp_status fsdpi_optim_agree_group(const fsdp_optim *o, int k) {
     const double group[] = {(double)k, o->groups[k].lr_scale, o->groups[k].weight_decay};
     return fsdp_agree(o->model, group, sizeof group);
 }
 
 // Compares the settings of an optimizer on all ranks.
-static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
+static fsdp_status fsdpi_optim_agree(const fsdp_optim *o, const double *given, size_t nbytes) {
     fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
     if (o->rounds && !status) status = fsdp_agree(o->model, &o->seed, sizeof o->seed);
     for (int i = 0; i < o->num_groups && !status; i++) status = fsdpi_optim_agree_group(o, i);
     return status;
 }
 
+// Writes the name of a call on an optimizer (NULL: "optim") for texts, as "adamw_state".
+static void fsdpi_optim_what(const fsdp_optim *o, const char *verb, char what[32]) {
+    snprintf(what, 32, "%s_%s", o ? o->extension.name : "optim", verb);
+}
+
 // Sets a group. The next step computes its scalars from it, even in a replay: a plan contains ops,
 // but no updates.
-static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k,
-                                         const fsdp_optim_group *group) {
+FSDP_API fsdp_status fsdp_optim_set_group(fsdp_optim *o, int k, const fsdp_optim_group *group) {
+    char what[32];
+    fsdpi_optim_what(o, "set_group", what);
     if (!o || !group) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or group");
     fsdp_world *w = fsdp_model_world(o->model);
     fsdp_status status = fsdp_world_status(w);
@@ -182,7 +191,7 @@ static fsdp_status fsdpi_optim_set_group(fsdpi_optim *o, const char *what, int k
     return status ? status : fsdpi_optim_agree_group(o, k);
 }
 
-static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
+static fsdpi_optim_param *fsdpi_optim_find(const fsdp_optim *o, int ordinal) {
     for (int i = 0; i < o->num_params; i++)
         if (o->params[i].ordinal == ordinal) return &o->params[i];
     return NULL;
@@ -191,7 +200,7 @@ static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
 // Makes the table of the current layout in address order. It contains parameters that require a
 // gradient, those in the old table, whose state is kept while they are frozen, and those whose
 // states a checkpoint has.
-static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
+static fsdp_status fsdpi_optim_collect(const fsdp_optim *old, fsdp_optim *o, const char *what) {
     for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each dtype has its own block
         fsdp_param_view v = FSDP_ZERO;
         int begin = o->num_params;
@@ -226,7 +235,7 @@ static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof
 static int64_t fsdpi_optim_room(int64_t numel) { return (numel + 15) / 16 * 16; }
 
 // Allocates one zeroed block for all states: first and second numbers in f32, then those in f64.
-static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
+static fsdp_status fsdpi_optim_alloc_states(fsdp_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
     o->state_bytes = 0;
     o->bits_from = 0;
@@ -258,8 +267,8 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
 }
 
 // Moves one state of one parameter. The host converts it if the model has been cast.
-static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
-                                        const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
+static fsdp_status fsdpi_optim_move_one(const fsdp_optim *old, const fsdpi_optim_param *from,
+                                        const fsdp_optim *o, const fsdpi_optim_param *to, int k) {
     int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
     size_t in_size = fsdpi_optim_size(was), out_size = fsdpi_optim_size(is);
     double in[512], out[512];
@@ -284,12 +293,12 @@ static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_opti
     return status;
 }
 
-static void *fsdpi_optim_bits(const fsdpi_optim *o, const fsdpi_optim_param *p) {
+static void *fsdpi_optim_bits(const fsdp_optim *o, const fsdpi_optim_param *p) {
     return o->bits + (size_t)(p->state - o->bits_from) * sizeof(uint16_t);
 }
 
 // Moves the states of all parameters to the new block.
-static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
+static fsdp_status fsdpi_optim_move(const fsdp_optim *old, const fsdp_optim *o) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_params; i++) {
         const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
@@ -305,10 +314,10 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
 }
 
 // Makes table and states for the model's current layout. After a failure the old ones remain.
-static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
+static fsdp_status fsdpi_optim_apply_layout(fsdp_optim *o, const char *what) {
     fsdp_model *m = o->model;
     if (!o->moved) return FSDP_OK;
-    fsdpi_optim old = *o, next = *o;
+    fsdp_optim old = *o, next = *o;
     int64_t before = fsdpi_optim_host_bytes(m);
     next.params = old.spare;
     next.spare = old.params;
@@ -333,13 +342,13 @@ static fsdp_status fsdpi_optim_apply_layout(fsdpi_optim *o, const char *what) {
 
 static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
     (void)model;
-    ((fsdpi_optim *)user)->moved = 1; // the next use makes the table, since that may fail
+    ((fsdp_optim *)user)->moved = 1; // the next use makes the table, since that may fail
 }
 
 // Describes item `index` for a checkpoint: a state of a parameter, or its t.
 static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                                     fsdp_state_item *item) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
+    fsdp_optim *o = (fsdp_optim *)user;
     for (int i = 0; !item && i < o->num_params; i++) // a load writes steps in place
         if (o->params[i].step < 0)
             return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
@@ -355,6 +364,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     fsdpi_optim_param *p = &o->params[place];
     int wide = fsdpi_optim_wide(p);
     item->ordinal = p->ordinal;
+    item->updates = o->mark;
     item->name = which < o->num_states ? o->state_names[which] : o->step_name;
     if (which == o->num_states) {
         item->dtype = FSDP_I64;
@@ -374,7 +384,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
 // Reserves a state of this parameter, for which a checkpoint has values. The next use allocates it,
 // since outstanding updates may still write to the current memory.
 static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
+    fsdp_optim *o = (fsdp_optim *)user;
     if (o->held[ordinal]) return FSDP_OK;
     o->held[ordinal] = 1;
     o->moved = 1;
@@ -382,34 +392,31 @@ static fsdp_status fsdpi_optim_hold(void *user, fsdp_model *model, int ordinal) 
 }
 
 static void fsdpi_optim_free(void *user) {
-    fsdpi_optim *o = (fsdpi_optim *)user;
+    fsdp_optim *o = (fsdp_optim *)user;
     fsdp_free(o->model, o->place, o->states[0][0], o->state_bytes);
     fsdp_free(o->model, FSDP_MEMORY_HOST, o, 0);
 }
 
-static void fsdpi_optim_destroy(fsdpi_optim *o) {
+FSDP_API void fsdp_optim_destroy(fsdp_optim *o) {
     if (!o) return;
     if (o->memory == FSDP_MEMORY_DEVICE) (void)fsdp_wait_stream(o->model, FSDP_STREAM_COMPUTE);
     (void)fsdp_detach(o->model, &o->extension);
 }
 
-static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
-    return o->nbytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
+FSDP_API int64_t fsdp_optim_nbytes(const fsdp_optim *o) {
+    if (!o) return 0;
+    return o->nbytes + o->buffer_bytes + (o->place == FSDP_MEMORY_HOST ? 0 : o->state_bytes);
 }
 
-// Fails if Muon and another optimizer share a parameter: both would update it.
-static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
-    static const char *const names[] = {"adamw", "sgd", "muon"};
-    const int is_muon = !strcmp(o->extension.name, "muon");
+// Fails if an optimizer that updates parameters in another way has one of these parameters.
+static fsdp_status fsdpi_optim_alone(const fsdp_optim *o) {
     fsdp_state_item item = FSDP_ZERO;
     item.sizes_only = 1;
     fsdp_status status = fsdp_next_state(o->model, &item);
     for (; !status && item.name; status = fsdp_next_state(o->model, &item)) {
         const fsdpi_optim_param *p = fsdpi_optim_find(o, item.ordinal);
         fsdp_param_view v = FSDP_ZERO;
-        int updates = 0;
-        for (int i = 0; i < 3; i++) updates |= !strcmp(item.extension, names[i]);
-        if (!p || !updates || is_muon == !strcmp(item.extension, "muon")) continue;
+        if (!p || !item.updates || item.updates == o->mark) continue;
         status = fsdp_param_view_get(p->unit, p->index, &v);
         if (status) return status;
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
@@ -423,8 +430,8 @@ static fsdp_status fsdpi_optim_alone(const fsdpi_optim *o) {
 }
 
 // Makes an optimizer of `size` bytes, with its settings, tables and states.
-static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
-                                      fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
+static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdp_optim *settings, int64_t size,
+                                      fsdp_optim_group_fn group, void *user, fsdp_optim **out) {
     int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
     char text[96];
     void *room;
@@ -437,7 +444,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
         head + most * (2 * (int64_t)sizeof(fsdpi_optim_param) + (int64_t)sizeof(fsdp_update) + 1),
         text, &room);
     if (status) return status;
-    fsdpi_optim *o = (fsdpi_optim *)room;
+    fsdp_optim *o = (fsdp_optim *)room;
     *o = *settings;
     o->model = m;
     o->memory = memory;
@@ -455,7 +462,7 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     o->extension.hold = fsdpi_optim_hold;
     if (!o->extension.destroy) o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_apply_layout(o, o->name);
-    if (!status && !o->keeps_bits) status = fsdpi_optim_alone(o); // averages may share
+    if (!status && o->mark) status = fsdpi_optim_alone(o);
     if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
         fsdpi_optim_free(o);
@@ -475,7 +482,7 @@ static uint64_t fsdpi_optim_mix(uint64_t x) {
 
 // Sets the random bits of a run, which lies in one parameter. They depend on the positions of its
 // elements in the whole parameter, not on this rank or its layout.
-static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_span *run,
+static fsdp_status fsdpi_optim_rounds(const fsdp_optim *o, const fsdpi_optim_span *run,
                                       fsdp_update *u) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdp_param_view_get(run->first->unit, run->first->index, &v);
@@ -492,7 +499,7 @@ static fsdp_status fsdpi_optim_rounds(const fsdpi_optim *o, const fsdpi_optim_sp
 }
 
 // Appends a run to the updates of a step, unless it is empty.
-static fsdp_status fsdpi_optim_append(fsdpi_optim *o, const fsdpi_optim_span *run,
+static fsdp_status fsdpi_optim_append(fsdp_optim *o, const fsdpi_optim_span *run,
                                       fsdpi_optim_fn fill, double lr, int *num) {
     if (run->numel == 0) return FSDP_OK;
     fsdp_update *u = &o->updates[(*num)++];
@@ -523,7 +530,7 @@ static int fsdpi_optim_joins(const fsdpi_optim_span *run, const fsdpi_optim_para
 
 // Extends the run by the parameter. If that is impossible, appends the run to the updates and
 // begins the next one.
-static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_span *run, fsdpi_optim_param *p,
+static fsdp_status fsdpi_optim_extend(fsdp_optim *o, fsdpi_optim_span *run, fsdpi_optim_param *p,
                                       const fsdp_param_view *v, fsdpi_optim_fn fill, double lr,
                                       int *num) {
     fsdp_status status = FSDP_OK;
@@ -540,7 +547,7 @@ static fsdp_status fsdpi_optim_extend(fsdpi_optim *o, fsdpi_optim_span *run, fsd
 }
 
 // Warns once if a step has found no gradient.
-static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
+static void fsdpi_optim_tell(fsdp_optim *o, const char *what) {
     fsdp_param_view v = FSDP_ZERO;
     while (!o->warned && fsdp_next_param(o->model, &v))
         if (v.shard_grad) return;
@@ -554,7 +561,7 @@ static void fsdpi_optim_tell(fsdpi_optim *o, const char *what) {
 }
 
 // Fails if a step with this learning rate is not allowed now.
-static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char *what) {
+static fsdp_status fsdpi_optim_begin(const fsdp_optim *o, double lr, const char *what) {
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
@@ -563,7 +570,7 @@ static fsdp_status fsdpi_optim_begin(const fsdpi_optim *o, double lr, const char
     return fsdp_params_writable(o->model); // an outstanding gather may still be reading the shards
 }
 
-static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
+static fsdp_status fsdpi_optim_step(fsdp_optim *o, double lr, const char *what,
                                     fsdpi_optim_fn fill) {
     fsdp_status status = fsdpi_optim_begin(o, lr, what);
     if (!status) status = fsdpi_optim_apply_layout(o, what);
@@ -585,8 +592,13 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     return status ? status : fsdp_params_changed(o->model);
 }
 
-static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
-                                     fsdp_optim_state *out) {
+FSDP_API fsdp_status fsdp_optim_step(fsdp_optim *o, double lr) {
+    return o ? o->step(o, lr) : fsdpi_optim_null(NULL, "optim_step", "the optimizer");
+}
+
+FSDP_API fsdp_status fsdp_optim_state_get(fsdp_optim *o, int ordinal, fsdp_optim_state *out) {
+    char what[32];
+    fsdpi_optim_what(o, "state", what);
     if (!o || !out) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or out");
     fsdp_world *w = fsdp_model_world(o->model);
     int num = fsdp_num_params(o->model);

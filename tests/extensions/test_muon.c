@@ -427,6 +427,38 @@ static void thawed_for_both(lab_rank *r) {
 }
 TEST(muon, thawed_for_both) { lab_run(1, NULL, thawed_for_both, NULL); }
 
+/* An optimizer that the library does not know marks the parameters that it updates. */
+static fsdp_status marked_item(void *user, fsdp_model *model, int index, fsdp_state_item *item) {
+    (void)model;
+    if (!item || index) return FSDP_OK;
+    item->name = "mine", item->updates = *(int *)user;
+    item->ordinal = 0;
+    return FSDP_OK;
+}
+static void marked_by_another(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_model *model = lab_model(r->w, NULL);
+    lab_unit(r->w, model, NULL, &p, 1);
+    fsdp_muon_desc d = lab_muon_defaults(r->w);
+    fsdp_extension mine = FSDP_ZERO;
+    int mark = FSDP_UPDATES_ELEMENTS;
+    fsdp_adamw *adamw;
+    fsdp_muon *muon;
+    mine.name = "mine", mine.state = marked_item, mine.user = &mark;
+    CALL(r->w, fsdp_attach(model, &mine));
+    REFUSED(r->w, fsdp_muon_create(model, &d, &muon), "[E9020] muon_create: mine has");
+    CALL(r->w, fsdp_adamw_create(model, NULL, &adamw)); /* updates in the same way */
+    fsdp_adamw_destroy(adamw);
+    mark = FSDP_UPDATES_MATRIX;
+    REFUSED(r->w, fsdp_adamw_create(model, NULL, &adamw), "[E9020] adamw_create: mine has");
+    mark = FSDP_UPDATES_NONE; /* as an average */
+    CALL(r->w, fsdp_muon_create(model, &d, &muon));
+    fsdp_optim_state state;
+    CALL(r->w, fsdp_optim_state_get(muon, 0, &state));
+    CHECK(state.first && !state.second && state.numel == 16 && *state.step == 0);
+}
+TEST(muon, marked_by_another) { lab_run(1, NULL, marked_by_another, NULL); }
+
 TEST(muon, take_changes) { lab_run(1, NULL, take_changes, NULL); }
 
 /* ---- owners, buckets, bytes and memory, computed once more ----------------------------------- */

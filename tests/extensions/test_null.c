@@ -162,6 +162,8 @@ static void optimizers(fsdp_world *w) {
     TOLD(fsdp_sgd_state(sgd, 0, NULL));
     TOLD(fsdp_muon_step(muon, -1));
     TOLD(fsdp_muon_set_group(muon, 0, NULL));
+    TOLD_AS("muon_state", fsdp_optim_state_get(muon, 2, &state));
+    CHECK_STATUS(fsdp_optim_step(NULL, 1), FSDP_ERR_INVALID_ARG);
     TOLD(fsdp_grad_scaler_get_state(scaler, NULL));
     TOLD(fsdp_grad_scaler_set_state(scaler, NULL));
 }

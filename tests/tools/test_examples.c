@@ -77,15 +77,22 @@ TEST_P(examples, hello, worlds, row->ranks > 3 ? MANY_RANKS : 0) {
     CHECK(number_after("step 200  loss ") < 0.5 * number_after("step   0  loss "));
 }
 
+/* Each of 4 ranks owns 16*2 + 16, 16*64 + 16 and 64 + 1 numbers, and receives them from 3 ranks, in
+   f32 or in bf16. */
 TEST(examples, mlp, SLOW) {
-    double first[2], last[2];
+    static const char *const heads[3] = {"4 ranks ", "4 ranks, bf16 ", "1 rank "};
+    const int received[3] = {3 * 4 * (48 + 1040 + 65), 3 * 2 * (48 + 1040 + 65), 0};
+    double first[3], last[3];
+    int bytes[3];
     run("02_mlp", 0);
-    CHECK_EQ_INT(lines(), 3);
-    for (int i = 0; i < 2; i++)
-        CHECK_EQ_INT(sscanf(line(i ? "1 rank:  loss " : "4 ranks: loss "), "%lf -> %lf", &first[i],
-                            &last[i]),
-                     2);
-    CHECK(last[0] < 0.1 * first[0] && fabs(last[0] - last[1]) < 1e-3 * first[0]);
+    CHECK_EQ_INT(lines(), 4);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ_INT(sscanf(line(heads[i]), " loss %lf -> %lf, rank 0 receives %d bytes", &first[i],
+                            &last[i], &bytes[i]),
+                     3);
+        CHECK_EQ_INT(bytes[i], received[i]);
+        CHECK(last[i] < 0.1 * first[i] && fabs(last[0] - last[i]) < 1e-3 * first[0]);
+    }
     line("the same, and learnt");
 }
 
