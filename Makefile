@@ -164,7 +164,7 @@ $(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch])
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)
 	@echo "  CC $@"
 	$Q$(CC) $(CFLAGS) -o $@ $(GPT_OBJS) $(LDFLAGS) -pthread $(GPT_BLAS) $(LDLIBS) -lm
-$(BUILD)/libfsdp.o: src/fsdp.c
+$(BUILD)/libfsdp.o: packaging/libfsdp.c
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -fno-semantic-interposition -c \
 	    -o $@ $<

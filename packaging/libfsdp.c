@@ -1,8 +1,8 @@
-/* src/fsdp.c - the library as one object, for libfsdp.a and libfsdp.so (make lib, CMake, Meson). Programs that link it
-   include the headers without FSDP_IMPLEMENTATION.
+/* libfsdp.c - the library as one object, for libfsdp.a and libfsdp.so (make lib, CMake, Meson)
+   Programs that link it include the headers without FSDP_IMPLEMENTATION.
 
    SPDX-License-Identifier: MIT */
-#if defined(__GNUC__) // exported, even if the rest of a build is compiled with -fvisibility=hidden
+#if defined(__GNUC__) // exported, even if a build compiles with -fvisibility=hidden
 #define FSDP_API extern __attribute__((visibility("default")))
 #endif
 #define FSDP_IMPLEMENTATION
