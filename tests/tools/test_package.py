@@ -546,18 +546,21 @@ def long_cmake_fetch_content():
 
 @needs("cmake", "pkg-config")
 def long_cmake_gloo():
-    """A shared library with Gloo, as a whole project; what is installed brings the backend along."""
+    """Libraries with Gloo: what is installed brings the backend along. BUILD_SHARED_LIBS chooses one."""
     need_gloo()
-    sh(f"cmake -S {ROOT} -B fsdp -DFSDP_GLOO=ON -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_TYPE=Debug"
-       " -DCMAKE_INSTALL_LIBDIR=lib && cmake --build fsdp && cmake --install fsdp --prefix prefix",
-       env=CLEAN)
-    check(not os.path.exists("prefix/lib/libfsdp.a"), "a static library in spite of BUILD_SHARED_LIBS")
-    project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::lib fsdp::gloo", "C CXX",
+    build = (f"cmake -S {ROOT} -B fsdp -DFSDP_GLOO=ON -DCMAKE_BUILD_TYPE=Debug -DCMAKE_INSTALL_LIBDIR=lib"
+             " {} && cmake --build fsdp -- -j2 && cmake --install fsdp --prefix {}")
+    sh(build.format("", "prefix"), env=CLEAN)
+    project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::lib fsdp::shared fsdp::gloo", "C CXX",
             "-DCMAKE_PREFIX_PATH=$PWD/prefix")
-    for program in ("build/lib", "build/gloo"):
+    for program in ("build/lib", "build/shared", "build/gloo"):
         trains(program, "gloo")
     sh(f"{CC} -O0 01_hello.c -o hello $({pkg_config(f'{os.getcwd()}/prefix')} fsdp-gloo)", env=CLEAN)
     trains(backend="gloo")
+    for shared, kept, gone in (("ON", "libfsdp.so", "libfsdp.a"), ("OFF", "libfsdp.a", "libfsdp.so")):
+        sh(build.format(f"-DBUILD_SHARED_LIBS={shared}", shared), env=CLEAN)
+        check(os.path.exists(f"{shared}/lib/{kept}"), f"BUILD_SHARED_LIBS={shared}: no {kept}")
+        check(not os.path.exists(f"{shared}/lib/{gone}"), f"BUILD_SHARED_LIBS={shared}: {gone}")
 
 
 if __name__ == "__main__":
