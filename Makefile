@@ -5,6 +5,7 @@
 
 BUILD  ?= build
 PREFIX ?= /usr/local
+LIBDIR ?= lib# of `make install`: below PREFIX
 CFLAGS ?= -O2 -g
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 STD    ?= -std=c99
@@ -36,6 +37,7 @@ FSDPRUN  := tools/fsdprun
 TOOLS    := tools/fsdpck tools/fsdpfit tools/fsdptrace $(FSDPRUN)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
+ABI       = $(basename $(VERSION))
 
 # Gloo, for several hosts: GLOO=yes compiles that backend in beside shm. GLOO_HOME: where it is.
 GLOO_FLAGS := $(if $(GLOO_HOME),-I$(GLOO_HOME)/include)
@@ -44,7 +46,7 @@ GLOO_LIBS  := $(if $(GLOO_HOME),-L$(GLOO_HOME)/lib -Wl$(comma)-rpath$(comma)$(GL
 HAVE_GLOO   = $(shell echo '\#include <gloo/transport/tcp/device.h>' | \
                 $(CXX) -E -x c++ $(GLOO_FLAGS) - >/dev/null 2>&1 && echo yes)
 ifeq ($(GLOO),yes)
-GLOO_OBJ := $(BUILD)/fsdp_gloo.o
+GLOO_OBJ := $(BUILD)/libfsdp_gloo.a
 RING_OBJ := $(BUILD)/gloo_ring.o
 CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO
 LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
@@ -95,7 +97,7 @@ SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
         gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
-        torchrun slurm golden check check-san probes shared deps install uninstall format clean help quiet-deps
+        torchrun slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
@@ -113,11 +115,13 @@ plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
 	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
 bench-report: ## docs/bench_*.svg and memory.svg, pictures of bench/results/*.csv
 	tools/bench_report --write
-shared: $(BUILD)/libfsdp.so ## build/libfsdp.so, for bindings of other languages
+lib: $(BUILD)/libfsdp.a $(BUILD)/libfsdp.so ## libfsdp.a and libfsdp.so, in build
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
 	@echo "  CXX $@"
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
+$(BUILD)/libfsdp_gloo.a: $(BUILD)/fsdp_gloo.o
+	$Qrm -f $@ && ar rc $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
 $(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h Makefile \
@@ -147,6 +151,7 @@ $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step $(BUILD)/bench/bench_replicate: \
     private CFLAGS += -O3 -march=native -ffp-contract=fast
 $(BUILD)/bench/bench_step $(BUILD)/bench/bench_tp_step: private LDLIBS := $(GPT_BLAS) $(LDLIBS)
+$(TOOLS): private CPPFLAGS := $(filter-out -DFSDP_BACKEND_%,$(CPPFLAGS))
 $(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
@@ -159,15 +164,17 @@ $(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch])
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)
 	@echo "  CC $@"
 	$Q$(CC) $(CFLAGS) -o $@ $(GPT_OBJS) $(LDFLAGS) -pthread $(GPT_BLAS) $(LDLIBS) -lm
-$(BUILD)/libfsdp.c: $(HEADERS) Makefile | $(BUILD)
-	@printf '#define FSDP_IMPLEMENTATION\n' >$@
-	@printf '#include "%s"\n' $(HEADERS) >>$@
-$(BUILD)/libfsdp.o: $(BUILD)/libfsdp.c
+$(BUILD)/libfsdp.o: packaging/libfsdp.c
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -fno-semantic-interposition -c \
 	    -o $@ $<
-$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.o
-	$Q$(CC) $(CFLAGS) -shared -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
+$(BUILD)/libfsdp.a: $(BUILD)/libfsdp.o
+	$Qrm -f $@ && ar rc $@ $<
+# Below 1.0 a minor version may change structs: it is the ABI.
+$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.o $(GLOO_OBJ) $(CUDA_OBJ)
+	$Q$(CC) $(CFLAGS) -shared -Wl,-soname,libfsdp.so.$(ABI) -o $@.$(VERSION) $< $(LDFLAGS) \
+	    -Wl,--exclude-libs,ALL -pthread $(LDLIBS) -lm
+	$Qln -sf $(@F).$(VERSION) $@.$(ABI) && ln -sf $(@F).$(ABI) $@
 $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
@@ -288,15 +295,30 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 
 # In quotes, as a path may hold blanks: without them uninstall removes what stands behind one.
 INTO := "$(DESTDIR)$(PREFIX)"
-install: $(TOOLS) ## headers, tools and fsdp.pc below $DESTDIR$PREFIX
+UP   := $(subst ../ ,../,$(patsubst %,../,$(subst /, ,$(LIBDIR)/pkgconfig)))# from there to PREFIX
+LIBS  = libfsdp.a libfsdp.so.$(VERSION) $(notdir $(GLOO_OBJ))
+LINKS = libfsdp.so.$(ABI) libfsdp.so
+PCS  := share/pkgconfig/fsdp.pc \
+        $(addprefix $(LIBDIR)/pkgconfig/,fsdp-lib.pc $(if $(GLOO_OBJ),fsdp-gloo.pc))
+DOCS  = LICENSE README.md CHANGELOG.md CITATION.cff SECURITY.md \
+        $(wildcard docs/* examples/*.* examples/*/*.*)
+install: $(TOOLS) lib ## headers, libraries, tools, documents; PREFIX, DESTDIR, LIBDIR, GLOO=yes
 	for f in $(HEADERS) $(PARTS) $(wildcard backends/*.c[cu]); do \
 	    install -D -m 644 $$f $(INTO)/include/fsdp/$$f || exit 1; done
-	mkdir -p $(INTO)/share/pkgconfig $(INTO)/bin
-	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in >$(INTO)/share/pkgconfig/fsdp.pc
+	for f in $(DOCS); do install -D -m 644 $$f $(INTO)/share/doc/fsdp/$$f || exit 1; done
+	mkdir -p $(INTO)/share/pkgconfig $(INTO)/$(LIBDIR)/pkgconfig $(INTO)/bin
+	for pc in $(PCS); do up=$(UP); case $$pc in share/*) up=../../ ;; esac; \
+	    sed -e 's|@VERSION@|$(VERSION)|' -e "s|@includedir@|\$${pcfiledir}/$${up}include/fsdp|" \
+	        -e "s|@libdir@|\$${pcfiledir}/..|" -e 's|@gloo_libs@|$(strip $(GLOO_LIBS))|' \
+	        -e 's|@backends@|$(if $(GLOO_OBJ),fsdp-gloo)|' packaging/$${pc##*/}.in \
+	        >$(INTO)/$$pc || exit 1; done
+	install -m 644 $(addprefix $(BUILD)/,$(LIBS)) $(INTO)/$(LIBDIR)
+	cp -P $(addprefix $(BUILD)/,$(LINKS)) $(INTO)/$(LIBDIR)
 	install -m 755 $(TOOLS) $(INTO)/bin
 uninstall:
-	rm -rf $(INTO)/include/fsdp
-	rm -f $(INTO)/share/pkgconfig/fsdp.pc $(foreach t,$(TOOLS:tools/%=%),$(INTO)/bin/$t)
+	rm -rf $(INTO)/include/fsdp $(INTO)/share/doc/fsdp
+	rm -f $(foreach f,$(PCS) $(addprefix $(LIBDIR)/,$(LIBS) $(LINKS) libfsdp_gloo.a) \
+	    $(TOOLS:tools/%=bin/%),$(INTO)/$f)
 
 format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] tests/*/*.[ch] examples/*.[ch] \

@@ -1,4 +1,4 @@
-/* fsdp.h - FSDP2 (ZeRO-3, per-parameter sharding) for C, C++ and CUDA trainers            v0.2.0
+/* fsdp.h - FSDP2 (ZeRO-3, per-parameter sharding) for C, C++ and CUDA trainers            v0.3.0
 
    W ranks shard a model: each rank keeps 1/W of every parameter, of its gradient and of the
    optimizer's state. The library gathers a layer just before you use it and frees it right after.
@@ -225,7 +225,7 @@ THE COMMENTS OF FUNCTIONS
 // The columns of the declarations are set by hand.
 // clang-format off
 #define FSDP_VERSION_MAJOR 0
-#define FSDP_VERSION_MINOR 2
+#define FSDP_VERSION_MINOR 3
 #define FSDP_VERSION_PATCH 0
 
 #include <stddef.h> // size_t, NULL

@@ -52,7 +52,7 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_REFUSED,     // all later steps run eagerly: see fsdp_plan_why
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
-#define FSDP_PLAN_BY_CALLS FSDP_PLAN_EAGER // its name in version 0.1, until 0.3
+#define FSDP_PLAN_BY_CALLS FSDP_PLAN_EAGER // its name in version 0.1, until 0.4
 
 // Times for fsdp_plan_simulate and fsdp_plan_desc.cost, equal on all ranks. The library measures
 // nothing: no decision depends on a clock.

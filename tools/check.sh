@@ -346,6 +346,12 @@ gate_gloo_header() {
     implement | compile g++ c++11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -fsyntax-only
     implement | compile clang c11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -fsyntax-only
 }
+# Other build systems, and the recipes of packaging/.
+gate_package() { # NAME, a function of tests/tools/packages.py
+    need python3
+    python3 tests/tools/packages.py "$1"
+}
+
 # ---- CUDA and NCCL ----
 
 stub='-DFSDP_BACKEND_NCCL -Itests/stubs'
@@ -494,6 +500,7 @@ list() {
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
+    [ ! -e tests/tools/packages.py ] || printf 'package.%s\n' meson spack
     echo nccl_header.21800
     echo nccl_real
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
@@ -510,6 +517,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nvcc.%s\n' c++{11,20}
     printf 'nvcc_gpt.%s\n' c++{14,17}
     echo single_tests
+    printf 'package.%s\n' conan vcpkg
     echo gpu_scripts
     echo gloo_header && echo nvcc_unit.c++17
     printf 'fuzz.%s\n' api checkpoint plan safetensors store

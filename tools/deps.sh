@@ -18,6 +18,8 @@ need python3 command -v python3
 need valgrind command -v valgrind
 need pkg-config command -v pkg-config
 need cmake command -v cmake
+need meson command -v meson
+need ninja-build command -v ninja
 need libopenblas-dev pkg-config --exists openblas
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
 need iproute2 command -v ip

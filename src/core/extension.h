@@ -360,7 +360,7 @@ FSDP_API void fsdp_warn(const fsdp_world *world, const char *format, ...) FSDP_P
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
                                     const char *what);
 
-// Names of version 0.1, until 0.3.
+// Names of version 0.1, until 0.4.
 #define FSDP_OP_USE         FSDP_OP_WAIT
 #define FSDP_OP_WROTE       FSDP_OP_GRADS_WRITTEN
 #define FSDP_RUN_LANES      FSDP_RUN_THREADS

@@ -40,7 +40,7 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     }
     if (d->timeout_ms == 0)
         FSDPI_TRY(fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms));
-    // FSDP_LANES: the name of version 0.1, until 0.3.
+    // FSDP_LANES: the name of version 0.1, until 0.4.
     const char *const threads = fsdpi_env("FSDP_COMM_THREADS") ? "FSDP_COMM_THREADS" : "FSDP_LANES";
     if (d->comm_threads == 0 && fsdpi_env(threads)) {
         FSDPI_TRY(fsdpi_world_env_int(w, threads, 0, 2, &d->comm_threads));

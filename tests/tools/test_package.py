@@ -3,8 +3,10 @@
 """test_package.py - the library as other projects get it: one header, make install and pkg-config,
 cmake --install and find_package, add_subdirectory, FetchContent. Each test builds a program outside
 of this tree, in a directory of its own, and runs it on one rank and on several: also the release
-that make dist packs. The optimizer would take most of the time, and is left out, but by what runs
-at night: long_*, and the commands of README.md as they stand there."""
+that make dist packs. What many tests need is made once (`once`), the library by make lib in
+FSDP_BUILD, and nothing is optimized, except at night: long_*, and the commands of README.md as they
+stand there. The gates `package` of tools/check.sh are in packages.py."""
+import atexit
 import contextlib
 import functools
 import os
@@ -15,6 +17,7 @@ import tempfile
 from harness import Skip, check, run, sh
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+BUILD = os.path.join(ROOT, os.environ.get("FSDP_BUILD") or "build")
 CC = os.environ.get("CC") or "cc"
 CXX = os.environ.get("CXX") or "c++"
 # The test's programs must not find this tree, nor get variables of this make.
@@ -23,8 +26,15 @@ CLEAN = {k: v for k, v in os.environ.items() if k not in MINE}
 PROJECT = """cmake_minimum_required(VERSION 3.17)
 project(user LANGUAGES %(languages)s)
 %(get)s
-add_executable(hello 01_hello.c)
-target_link_libraries(hello PRIVATE %(target)s)
+foreach(target IN ITEMS %(targets)s)
+    string(REPLACE "fsdp::" "" name ${target})
+    if(name MATCHES "lib|shared")
+        add_executable(${name} user.c)
+    else()
+        add_executable(${name} 01_hello.c)
+    endif()
+    target_link_libraries(${name} PRIVATE ${target})
+endforeach()
 """
 
 
@@ -37,7 +47,10 @@ def needs(*programs):
                 if not shutil.which(name):
                     raise Skip(f"no {name}")
             with tempfile.TemporaryDirectory() as folder, inside(folder):
-                shutil.copy(os.path.join(ROOT, "examples/01_hello.c"), folder)
+                copy(f"{ROOT}/examples", "01_hello.c")
+                with open("01_hello.c", encoding="utf-8") as hello, \
+                        open("user.c", "w", encoding="utf-8") as user:  # of the compiled library
+                    user.write(hello.read().replace("#define FSDP_IMPLEMENTATION\n", ""))
                 test(*args)
         return wrapped
     return decorate
@@ -53,15 +66,52 @@ def inside(folder):
         os.chdir(before)
 
 
-def make(target):
-    sh(f"make -s -C {ROOT} {target} BUILD={os.getcwd()}/make", env=CLEAN)
+def once(made):
+    """A function that makes something in a folder that all tests share, and returns its path. The
+    folder goes with the process."""
+    @functools.lru_cache()
+    def wrapped():
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder)
+        with inside(folder):
+            made()
+        return folder
+    return wrapped
 
 
-def single(*names):
-    """These headers, each as one file."""
-    make("single")
+def make(target, build=BUILD):
+    sh(f"make -s DEPS=no -C {ROOT} {target} BUILD={build}", env=CLEAN)
+
+
+@once
+def single():
+    """Each header as one file."""
+    make("single", os.getcwd())
+
+
+@once
+def made():
+    """What make installs; it was moved, so that installed files must find their new place."""
+    make(f"install PREFIX={os.getcwd()}/first")
+    os.rename("first", "prefix")
+
+
+@once
+def cmade():
+    """What CMake installs, and its build directory."""
+    sh(f"cmake -S {ROOT} -B build -DCMAKE_BUILD_TYPE=Debug -DFSDP_TOOLS=OFF"
+       " -DCMAKE_INSTALL_LIBDIR=lib && cmake --build build -- -j2 && cmake --install build --prefix prefix",
+       env=CLEAN)
+
+
+def copy(folder, *names):
     for name in names:
-        shutil.copy(f"make/single/{name}", ".")
+        shutil.copy(f"{folder}/{name}", ".")
+
+
+def pkg_config(prefix, lib="lib"):
+    return (f"PKG_CONFIG_PATH={prefix}/share/pkgconfig:{prefix}/{lib}/pkgconfig "
+            "pkg-config --cflags --libs")
 
 
 def version():
@@ -82,12 +132,17 @@ def trains(program="./hello", backend=None):
     check(first[0] != first[1], f"four ranks have the loss of one: {first}")
 
 
-def project(get, target="fsdp::fsdp", languages="C", flags=""):
-    """Builds the example as a CMake project."""
+def project(get, targets="fsdp::fsdp", languages="C", flags=""):
+    """Builds the example as a CMake project, for each target of the library a program of its name."""
     with open("CMakeLists.txt", "w", encoding="utf-8") as f:
-        f.write(PROJECT % {"get": get, "target": target, "languages": languages})
+        f.write(PROJECT % {"get": get, "targets": targets, "languages": languages})
     shutil.rmtree("build", ignore_errors=True)
-    sh(f"cmake -S . -B build {flags} && cmake --build build", env=CLEAN)
+    out = sh(f"cmake -S . -B build {flags}", env=CLEAN)
+    check("CMake Warning" not in out, out)
+    sh("cmake --build build -- -j2", env=CLEAN)
+    for target in targets.split():
+        with open(f"build/CMakeFiles/{target[6:]}.dir/link.txt", encoding="utf-8") as f:
+            check(f.read().count("pthread") <= 1, f"{target}: -pthread more than once")
 
 
 def need_gloo():
@@ -171,8 +226,10 @@ def test_readme_program(edit=fast):
     loop = re.sub(r"^// here: your loss.*", LOSS, loop, flags=re.M)
     os.symlink(ROOT, "fsdp")
     commands = f"set -e\n{edit(blocks('sh')[1])}"
-    for run_them, end in ((commands, "c"),
-                          (re.sub(r"\.c\b", ".cc", re.sub(r"\bcc\b", CXX, commands)), "cc")):
+    in_cc = re.sub(r"\.c\b", ".cc", re.sub(r"\bcc\b", CXX, commands))
+    if edit is fast:  # the implementation as it is: C and C++ may be mixed
+        in_cc = re.sub(r"^.* -c fsdp.cc .*\n", "", in_cc, flags=re.M)
+    for run_them, end in ((commands, "c"), (in_cc, "cc")):
         for name, text in (("fsdp", implementation),
                            ("trainer", TRAINER % {"init": init, "setup": setup, "loop": loop})):
             with open(f"{name}.{end}", "w", encoding="utf-8") as f:
@@ -187,35 +244,31 @@ def long_readme_program():
 
 @needs()
 def test_one_header():
-    single("fsdp.h", "fsdp_optim.h")
+    copy(f"{single()}/single", "fsdp.h", "fsdp_optim.h")
     sh(f"{CC} -O0 01_hello.c -o hello -pthread -lm", env=CLEAN)
     trains()
 
 
-def plans(flags):
-    """An extension that has parts, which are elsewhere than those of fsdp.h."""
-    shutil.copy(f"{ROOT}/examples/07_plan.c", ".")
-    out = sh(f"{CC} -O0 07_plan.c -o plan {flags} && ./plan", env=CLEAN)
-    check("the same bits in all three" in out, out)
-
-
 @needs()
 def test_one_header_of_an_extension():
-    single("fsdp.h", "fsdp_plan.h", "fsdp_optim.h")
-    plans("-pthread -lm")
+    """An extension that has parts, which are elsewhere than those of fsdp.h."""
+    copy(f"{single()}/single", "fsdp.h", "fsdp_plan.h", "fsdp_optim.h")
+    copy(f"{ROOT}/examples", "07_plan.c")
+    out = sh(f"{CC} -O0 07_plan.c -o plan -pthread -lm && ./plan", env=CLEAN)
+    check("the same bits in all three" in out, out)
 
 
 @needs()
 def test_one_implementation():
     """README's table of link errors: the implementation is in one file, with every header used."""
-    single("fsdp.h", "fsdp_optim.h")
+    make("lib")
+    os.symlink(f"{BUILD}/libfsdp.o", "all.o")
     for name, text in {"core": '#define FSDP_IMPLEMENTATION\n#include "fsdp.h"\n',
-                       "all": '#define FSDP_IMPLEMENTATION\n#include "fsdp_optim.h"\n',
                        "user": '#include "fsdp_optim.h"\n'
                                'int main(void) { return fsdp_adamw_defaults().beta1 != 0.9; }\n'}.items():
         with open(f"{name}.c", "w", encoding="utf-8") as f:
             f.write(text)
-        sh(f"{CC} -O0 -c {name}.c", env=CLEAN)
+        sh(f"{CC} -O0 -I{ROOT} -c {name}.c", env=CLEAN)
     def link(objects):
         return f"{CC} user.o {objects} -o user -pthread -lm"
     sh(f"{link('all.o')} && ./user", env=CLEAN)
@@ -246,8 +299,8 @@ def long_before_and_after():
 @needs()
 def long_one_header_gloo():
     need_gloo()
-    single("fsdp.h", "fsdp_optim.h")
-    shutil.copytree("make/single/backends", "backends")
+    copy(f"{single()}/single", "fsdp.h", "fsdp_optim.h")
+    shutil.copytree(f"{single()}/single/backends", "backends")
     sh(f"{CXX} -O1 -c backends/fsdp_gloo.cc", env=CLEAN)
     sh(f"{CC} -O1 -DFSDP_BACKEND_GLOO 01_hello.c fsdp_gloo.o -o hello -lgloo -lstdc++ -pthread -lm",
        env=CLEAN)
@@ -256,59 +309,114 @@ def long_one_header_gloo():
 
 @needs()
 def test_version():
-    """The first line of fsdp.h and the newest entry of CHANGELOG.md name the version."""
-    with open(f"{ROOT}/fsdp.h", encoding="utf-8") as f:
-        check(f.readline().endswith(f" v{version()}\n"), "fsdp.h begins with another version")
-    with open(f"{ROOT}/CHANGELOG.md", encoding="utf-8") as f:
-        newest = re.search(r"^## (\S+)", f.read(), re.M).group(1)
-    check(newest == version(), f"the newest entry of CHANGELOG.md is of {newest}")
+    """Every file that names the version names that of fsdp.h."""
+    for name, pattern in {
+            "fsdp.h": r"\A.* v(\S+)\n", "CHANGELOG.md": r"^## (\S+)",
+            "CITATION.cff": r"^version: (\S+)", "meson.build": r"^project.* version: '([^']+)'",
+            "packaging/vcpkg/vcpkg.json": r'"version": "([^"]+)"',
+            "packaging/conan/config.yml": r'"([\d.]+)":', "packaging/conan/all/conandata.yml": r'"([\d.]+)":',
+            "packaging/spack/package.py": r'version\("([^"]+)"'}.items():
+        with open(f"{ROOT}/{name}", encoding="utf-8") as f:
+            found = re.search(pattern, f.read(), re.M)
+        check(found and found.group(1) == version(), f"{name}: {found and found.group(1)}")
 
 
 @needs("git")
 def test_dist():
-    """What make dist packs builds without git, from its single headers and from its files; a second
-    time it packs the same bytes."""
+    """What make dist packs builds without git, from its single headers and from its files. Two clones
+    in other directories, with other permissions and times, give the same bytes."""
     if not os.path.exists(f"{ROOT}/.git"):
         raise Skip("no clone: what make dist packs is what git lists")
     name, packed = f"fsdp-{version()}", []
-    for umask in (0o022, 0o077):
+    for folder, umask, day in (("a", 0o022, "2026-01-02"), ("b/other", 0o077, "2001-02-03")):
         before = os.umask(umask)
-        make("dist")
+        sh(f"git clone -q {ROOT} {folder}", env=CLEAN)
+        sh(f"git -C {ROOT} ls-files -z | (cd {ROOT} && xargs -0 cp --parents -t {os.getcwd()}/{folder})",
+           env=CLEAN)  # with what is not committed yet
+        sh(f"find {folder} -name .git -prune -o -exec touch -d {day} {{}} +")
+        sh(f"make -s -C {folder} dist", env=CLEAN)
         os.umask(before)
-        with open(f"make/{name}.tar.gz", "rb") as f:
+        with open(f"{folder}/build/{name}.tar.gz", "rb") as f:
             packed.append(f.read())
-        shutil.rmtree("make/dist")
     check(packed[0] == packed[1], "other bytes of the same files")
-    sh(f"tar -xf make/{name}.tar.gz", env=CLEAN)
+    sh(f"tar -xf a/build/{name}.tar.gz", env=CLEAN)
     check(not [d for d, _, _ in os.walk(name) if d.endswith((".git", "build"))], "more than files")
-    shutil.rmtree("make")
     with inside(name):
         sh(f"{CC} -O0 -Isingle examples/01_hello.c -o hello -MMD -pthread -lm", env=CLEAN)
         with open("hello.d", encoding="utf-8") as f:
             check("src/" not in f.read(), "not from the single headers alone")
-        sh(f"./hello && {CC} -O0 -I. examples/01_hello.c -o hello -pthread -lm", env=CLEAN)
-        sh("make -s CFLAGS=-O0 tools/fsdprun && tools/fsdprun -n 2 ./hello", env=CLEAN)
-        for kept in ("LICENSE", "README.md", "CHANGELOG.md", "docs/gpu.md", "backends/fsdp_gloo.cc"):
+        sh("make -s CFLAGS=-O0 tools/fsdprun && ./hello && tools/fsdprun -n 2 ./hello", env=CLEAN)
+        for kept in ("LICENSE", "README.md", "CHANGELOG.md", "docs/gpu.md", "backends/fsdp_gloo.cc",
+                     "CMakeLists.txt", "meson.build", "CITATION.cff", "SECURITY.md"):
             check(os.path.exists(kept), f"no {kept}")
+
+
+def documents(folder):
+    """The licence and the documents are there, and what README.md refers to, except for code."""
+    with open(f"{folder}/README.md", encoding="utf-8") as f:
+        links = set(re.findall(r"\]\(([^)#:]+)", f.read()))
+    check("docs/build.md" in links, "no links")
+    for name in links - {"fsdp.h", "CONTRIBUTING.md", "backends/README.md"} | {"LICENSE", "SECURITY.md"}:
+        check(os.path.exists(f"{folder}/{name}"), f"{name} is not installed")
 
 
 @needs("pkg-config")
 def test_make_install():
-    make(f"install PREFIX={os.getcwd()}/prefix")
-    os.rename("prefix", "moved")  # the installed files must find their new place
-    pc = f"PKG_CONFIG_PATH={os.getcwd()}/moved/share/pkgconfig pkg-config"
-    check(sh(f"{pc} --modversion fsdp", env=CLEAN).strip() == version(), "the version")
-    sh(f"{CC} -O0 01_hello.c -o hello $({pc} --cflags --libs fsdp)", env=CLEAN)
-    sh("moved/bin/fsdprun -n 2 ./hello", env=CLEAN)
+    prefix = f"{made()}/prefix"
+    check(sh(pkg_config(prefix).replace("--cflags --libs", "--modversion fsdp"), env=CLEAN).strip()
+          == version(), "the version")
+    flags = sh(f"{pkg_config(prefix)} fsdp", env=CLEAN)
+    check(flags.count("-pthread") == 1, flags)
+    sh(f"{CC} -O0 01_hello.c -o hello {flags.strip()}", env=CLEAN)
+    sh(f"{prefix}/bin/fsdprun -n 2 ./hello", env=CLEAN)
     trains()
-    plans(f"$({pc} --cflags --libs fsdp)")
+    documents(f"{prefix}/share/doc/fsdp")
+    everything = "".join(f"#include <{name}>\n" for name in sorted(os.listdir(f"{prefix}/include/fsdp"))
+                         if name.endswith(".h"))
+    check(everything.count("\n") == 10, everything)
+    sh(f"{CC} -std=c99 {flags.strip()} -DFSDP_IMPLEMENTATION -fsyntax-only -x c - <<'E'\n{everything}E",
+       env=CLEAN)
+
+
+@needs("pkg-config")
+def test_make_lib():
+    """The compiled library, shared and static, for users without the implementation."""
+    prefix = f"{made()}/prefix"
+    flags = sh(f"{pkg_config(prefix)} --static fsdp-lib", env=CLEAN).strip()
+    for name, link in (("shared", f"{flags} -Wl,-rpath,{prefix}/lib"),
+                       ("static", flags.replace("-lfsdp", "-l:libfsdp.a"))):
+        sh(f"{CC} -O0 user.c -o {name} {link}", env=CLEAN)
+        trains(f"./{name}")
+    abi = version().rsplit(".", 1)[0]
+    check(f"libfsdp.so.{abi} => {os.path.realpath(prefix)}/lib/" in sh("ldd shared"), sh("ldd shared"))
+    check("libfsdp" not in sh("ldd static"), "not static")
+
+
+@needs("pkg-config")
+def test_make_gloo():
+    """fsdp-gloo.pc, and LIBDIR below PREFIX."""
+    need_gloo()
+    here = os.getcwd()
+    make(f"install GLOO=yes PREFIX={here}/prefix LIBDIR=lib/arch", f"{BUILD}/gloo")
+    sh(f"{CC} -O0 01_hello.c -o hello $({pkg_config(f'{here}/prefix', 'lib/arch')} fsdp-gloo)", env=CLEAN)
+    trains()
+    trains(backend="gloo")
+    flags = sh(f"{pkg_config(f'{here}/prefix', 'lib/arch')} fsdp-lib", env=CLEAN)
+    sh(f"{CC} -O0 user.c -o user {flags.strip()} -Wl,-rpath,{here}/prefix/lib/arch -lm", env=CLEAN)
+    trains("./user", "gloo")
+    names = sh("nm -D --defined-only prefix/lib/arch/libfsdp.so | awk '{print $3}'").split()
+    check("fsdp_gloo_comm_ops" in names, "no Gloo in libfsdp.so")
+    more = [n for n in names if not n.startswith("fsdp_") or n.startswith("fsdp_gloo_") and "_ops" not in n]
+    check(not more, f"exported: {more}")
 
 
 @needs()
 def test_uninstall():
-    where = f"DESTDIR={os.getcwd()}/stage PREFIX=/usr"
+    where = f"DESTDIR={os.getcwd()}/stage PREFIX=/usr LIBDIR=lib64"
     make(f"install {where}")
-    check(os.path.exists("stage/usr/include/fsdp/src/base/dtype.h"), "nothing below DESTDIR")
+    for name in ("include/fsdp/src/base/dtype.h", "lib64/libfsdp.so", "lib64/pkgconfig/fsdp-lib.pc",
+                 "share/doc/fsdp/LICENSE", "share/doc/fsdp/docs/build.md", "bin/fsdprun"):
+        check(os.path.exists(f"stage/usr/{name}"), f"no {name} below DESTDIR")
     make(f"uninstall {where}")
     nothing_left()
 
@@ -338,24 +446,48 @@ def nothing_left():
 
 @needs("cmake")
 def test_cmake_install():
-    sh(f"cmake -S {ROOT} -B fsdp && cmake --build fsdp && cmake --install fsdp --prefix prefix",
-       env=CLEAN)
-    project(f"find_package(fsdp {version()} REQUIRED)", flags="-DCMAKE_PREFIX_PATH=$PWD/prefix")
-    sh("prefix/bin/fsdprun -n 2 build/hello", env=CLEAN)
-    trains("build/hello")
-    make(f"install PREFIX={os.getcwd()}/made")  # make installs the same headers
-    sh("diff -r made/include prefix/include && diff made/share/pkgconfig prefix/share/pkgconfig")
+    prefix = f"{cmade()}/prefix"
+    project(f"find_package(fsdp {version()} REQUIRED)", "fsdp::fsdp fsdp::lib fsdp::shared",
+            flags=f"-DCMAKE_PREFIX_PATH={prefix}")
+    sh(f"{prefix}/bin/fsdprun -n 2 build/fsdp", env=CLEAN)
+    for program in ("fsdp", "lib", "shared"):
+        trains(f"build/{program}")
+    check("libfsdp.so" in sh("ldd build/shared") and "libfsdp.so" not in sh("ldd build/lib"), "linkage")
+    nm = "nm -D --defined-only {}/libfsdp.so | awk '{{print $3}}'"
+    check(sh(nm.format(f"{prefix}/lib")) == sh(nm.format(f"{made()}/prefix/lib")), "other exports")
+    for same in ("include", "share/doc", "share/pkgconfig", "lib/pkgconfig"):  # as of make
+        sh(f"diff -r {made()}/prefix/{same} {prefix}/{same}")
+
+
+@needs("cmake", "pkg-config")
+def test_cmake_install_elsewhere():
+    """CMAKE_INSTALL_INCLUDEDIR, CMAKE_INSTALL_LIBDIR and CMAKE_INSTALL_DOCDIR say where."""
+    here = os.getcwd()
+    sh(f"cmake -S {ROOT} -B build -DCMAKE_BUILD_TYPE=Debug -DFSDP_TOOLS=OFF -DFSDP_LIB=OFF"
+       " -DCMAKE_INSTALL_LIBDIR=lib/arch -DCMAKE_INSTALL_INCLUDEDIR=inc -DCMAKE_INSTALL_DOCDIR=doc"
+       " && cmake --build build && cmake --install build --prefix /opt",
+       env=dict(CLEAN, DESTDIR=f"{here}/stage"))
+    documents("stage/opt/doc")
+    flags = sh(f"{pkg_config(f'{here}/stage/opt', 'lib/arch')} fsdp", env=CLEAN)
+    make("lib")
+    sh(f"{CC} -O0 user.c {BUILD}/libfsdp.o -o hello {flags.strip()}", env=CLEAN)
+    with open("CMakeLists.txt", "w", encoding="utf-8") as f:
+        f.write("cmake_minimum_required(VERSION 3.17)\nproject(user LANGUAGES C)\n"
+                "find_package(fsdp REQUIRED)\nif(TARGET fsdp::lib)\nmessage(FATAL_ERROR lib)\nendif()\n"
+                "get_target_property(where fsdp::fsdp INTERFACE_INCLUDE_DIRECTORIES)\n"
+                "if(NOT EXISTS ${where}/fsdp.h)\nmessage(FATAL_ERROR ${where})\nendif()\n")
+    sh(f"cmake -S . -B user -Dfsdp_DIR={here}/stage/opt/lib/arch/cmake/fsdp", env=CLEAN)
+    for name in ("include", "lib/cmake", "share/doc"):
+        check(not os.path.exists(f"stage/opt/{name}"), f"{name} in spite of the options")
 
 
 @needs("cmake")
 def test_cmake_components():
     need_gloo()
-    sh(f"cmake -S {ROOT} -B fsdp -DFSDP_TOOLS=OFF && cmake --install fsdp --prefix prefix",
-       env=CLEAN)
-    flags = "-DCMAKE_PREFIX_PATH=$PWD/prefix"
+    flags = f"-DCMAKE_PREFIX_PATH={cmade()}/prefix"
     project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::gloo", "C CXX", flags)
-    trains("build/hello")
-    trains("build/hello", "gloo")
+    trains("build/gloo")
+    trains("build/gloo", "gloo")
     for component, languages, text in (("gloo", "C", "needs C++"), ("nccl", "C", "needs nvcc"),
                                        ("mpy", "C", "no such backend")):
         try:
@@ -369,7 +501,8 @@ def test_cmake_components():
 
 @needs("cmake")
 def long_cmake_nccl():
-    """Without a GPU the program tells so; nvcc's optimizers would take most of the time."""
+    """Without a GPU the program tells so; nvcc's optimizers would take most of the time. The project
+    says for which GPUs; if it says nothing, the library does, without a warning (CMP0104)."""
     try:
         found = sh(f"{ROOT}/tools/find_nccl.sh")
     except AssertionError:
@@ -377,30 +510,57 @@ def long_cmake_nccl():
     if not re.search("^NCCL_LIBS = -lnccl$", found, re.M):
         raise Skip("NCCL is not where compilers look")
     nvcc = re.search("^NVCC = (.*)$", found, re.M).group(1)
-    sh(f"cmake -S {ROOT} -B fsdp -DFSDP_TOOLS=OFF && cmake --install fsdp --prefix prefix",
-       env=CLEAN)
-    project("find_package(fsdp REQUIRED COMPONENTS nccl)", "fsdp::nccl", "C CXX CUDA",
-            f"-DCMAKE_PREFIX_PATH=$PWD/prefix -DCMAKE_CUDA_COMPILER={nvcc} "
-            "-DCMAKE_CUDA_ARCHITECTURES=90 -DCMAKE_CUDA_FLAGS='-Xcicc -O0 -Xptxas -O0'")
-    out = sh("build/hello 2>&1 || true", env=CLEAN)
-    check("CUDA" in out or "loss" in out, out)
+    flags = (f"-DCMAKE_PREFIX_PATH={cmade()}/prefix -DCMAKE_CUDA_COMPILER={nvcc} "
+             "-DCMAKE_CUDA_FLAGS='-Xcicc -O0 -Xptxas -O0' ")
+    for more, archs in (("-DCMAKE_CUDA_ARCHITECTURES=90", {"90"}), ("", {"80"})):
+        project("find_package(fsdp REQUIRED COMPONENTS nccl)", "fsdp::nccl", "C CXX CUDA", flags + more)
+        out = sh("build/nccl 2>&1 || true", env=CLEAN)
+        check("CUDA" in out or "loss" in out, out)
+        with open("build/CMakeFiles/fsdp_nccl.dir/flags.make", encoding="utf-8") as f:
+            compiled_for = set(re.findall(r"\bsm_(\d+)", f.read()))
+        check(compiled_for == archs, f"{more}: for {compiled_for}")
 
 
 @needs("cmake")
 def long_cmake_subdirectory():
     os.symlink(ROOT, "fsdp")
-    project("add_subdirectory(fsdp fsdp-build)")
-    trains("build/hello")
+    project("add_subdirectory(fsdp fsdp-build)", "fsdp::fsdp fsdp::lib")
+    trains("build/fsdp")
+    trains("build/lib")
 
 
 @needs("cmake")
 def long_cmake_fetch_content():
+    """fsdprun comes with it, and a test may start it by its target; other tools by FSDP_TOOLS."""
     need_gloo()
-    project("include(FetchContent)\nset(FSDP_GLOO ON)\n"
-            f"FetchContent_Declare(fsdp SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(fsdp)",
-            "fsdp::gloo", "C CXX")
-    trains("build/hello", "gloo")
-    check(not os.path.exists("build/_deps/fsdp-build/fsdprun"), "tools are built for the top only")
+    get = ("include(FetchContent)\nset(FSDP_GLOO ON)\n"
+           f"FetchContent_Declare(fsdp SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(fsdp)\n"
+           "enable_testing()\nadd_test(NAME two COMMAND fsdp::fsdprun -n 2 $<TARGET_FILE:gloo>)")
+    project(get, "fsdp::gloo", "C CXX")
+    trains("build/gloo", "gloo")
+    sh("cd build && ctest", env=CLEAN)
+    check(not os.path.exists("build/_deps/fsdp-build/fsdpck"), "tools that nobody asked for")
+    sh("cmake -B build -DFSDP_TOOLS=ON && cmake --build build && test -x build/_deps/fsdp-build/fsdpck",
+       env=CLEAN)
+
+
+@needs("cmake", "pkg-config")
+def long_cmake_gloo():
+    """Libraries with Gloo: what is installed brings the backend along. BUILD_SHARED_LIBS chooses one."""
+    need_gloo()
+    build = (f"cmake -S {ROOT} -B fsdp -DFSDP_GLOO=ON -DCMAKE_BUILD_TYPE=Debug -DCMAKE_INSTALL_LIBDIR=lib"
+             " {} && cmake --build fsdp -- -j2 && cmake --install fsdp --prefix {}")
+    sh(build.format("", "prefix"), env=CLEAN)
+    project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::lib fsdp::shared fsdp::gloo", "C CXX",
+            "-DCMAKE_PREFIX_PATH=$PWD/prefix")
+    for program in ("build/lib", "build/shared", "build/gloo"):
+        trains(program, "gloo")
+    sh(f"{CC} -O0 01_hello.c -o hello $({pkg_config(f'{os.getcwd()}/prefix')} fsdp-gloo)", env=CLEAN)
+    trains(backend="gloo")
+    for shared, kept, gone in (("ON", "libfsdp.so", "libfsdp.a"), ("OFF", "libfsdp.a", "libfsdp.so")):
+        sh(build.format(f"-DBUILD_SHARED_LIBS={shared}", shared), env=CLEAN)
+        check(os.path.exists(f"{shared}/lib/{kept}"), f"BUILD_SHARED_LIBS={shared}: no {kept}")
+        check(not os.path.exists(f"{shared}/lib/{gone}"), f"BUILD_SHARED_LIBS={shared}: {gone}")
 
 
 if __name__ == "__main__":
