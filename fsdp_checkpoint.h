@@ -330,6 +330,14 @@ typedef struct fsdp_checkpoint_export_desc {
     void *files_user;
     const char *ema_name;               // if there are several averages: fsdp_ema_desc.name of one;
                                         // NULL: the one without a name
+    // The source of a load: a parameter goes back to the rows that source says it was loaded from.
+    // param has a name, that of the file, dtype and shape, and neither a unit nor data. 0: leave
+    // the parameter out. NULL, and for states: rename. Neither source nor what follows with num_ranks
+    fsdp_checkpoint_source_fn source;   // its user is `user`
+    const char *like;                   // a model of Hugging Face: out must have its tensors, and gets
+                                        // its other files. NULL: none
+    int (*may_lack)(void *user, const char *name); // 1: out may lack this tensor of like. NULL: 0
+    const char *file_name;              // NULL: model.safetensors
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
 
@@ -339,14 +347,20 @@ typedef struct fsdp_checkpoint_export_desc {
                writes; or model-0000i-of-0000n.safetensors and an index, split as huggingface_hub
                splits tensors in the order of their names.
                Tensors of dtypes that the library does not have pass through as they are.
+               With like: names and shapes are compared before anything is written. A matrix that
+               only one side has, with the bytes of an embedding of that side (wte, embed or shared
+               in its name), is tied: it is written or left out as in like. All files of like are
+               copied, except for weights, indices and hidden ones
                With num_ranks as a checkpoint of ours: each file has its rows of every tensor;
                tensors with few rows or bytes are in one file. The step comes from the name
                step-NNNNNNNN of out, or if it has none, of path, or is 0. Blobs stay those of
                the ranks that saved them
    out         made; its parent must be there. It gets its name when it is complete
-   text        verify: also what was checked, if nothing is wrong
+   text        verify: also what was checked, if nothing is wrong. export: also tensors that have
+               another dtype than in like
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (elements of less than a byte; too many
-               dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write),
+               dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write;
+               sources that do not make whole tensors; other names or shapes than in like),
                OUT_OF_MEMORY. After a failure out does not exist, and no other file remains if
                files can be removed. Only if the last sync of its parent fails (IO) it is there
    Blocks      while files are read and written      Allocates headers, tables, 9 MiB

@@ -23,9 +23,15 @@
 #include <string.h> // strcmp
 #include <unistd.h> // isatty
 
-enum { MOST_SKIPS = 64 };
+enum { MOST_PATTERNS = 64 }; // of each option
 enum { EXIT_DIFFERS = 1, EXIT_USAGE = 2, EXIT_IO = 3 };
 enum { PIECE = 1 << 20 }; // elements that diff compares at once
+
+// The values of an option that may be given several times. In a pattern one * stands for any text.
+typedef struct patterns {
+    const char *text[MOST_PATTERNS];
+    int num, used[MOST_PATTERNS]; // used: 1: it fits a tensor
+} patterns;
 
 // A command line.
 typedef struct request {
@@ -34,9 +40,10 @@ typedef struct request {
     int num_paths, help;
     int64_t ranks, max_file_bytes; // 0: not given
     fsdp_dtype dtype;
-    int with_optimizer, ema, num_skips;
-    const char *ema_name;
-    const char *skips[MOST_SKIPS]; // names of tensors; "x*": all that begin with x
+    int with_optimizer, ema;
+    const char *ema_name, *like, *prefix, *file_name;
+    patterns skips, renames, transposes;
+    fsdp_checkpoint_reader *from; // of export
     char text[FSDP_CHECKPOINT_PATH + 1024];
 } request;
 
@@ -170,17 +177,141 @@ static int verify(request *q) {
     return 0;
 }
 
-static int is_skipped(const request *q, const char *name) {
-    for (int i = 0; i < q->num_skips; i++) {
-        const size_t n = strlen(q->skips[i]);
-        const int begins = n > 0 && q->skips[i][n - 1] == '*';
-        if (begins ? !strncmp(name, q->skips[i], n - 1) : !strcmp(name, q->skips[i])) return 1;
-    }
+// Returns 1 if the pattern, `length` bytes, fits the name. *begin, *size: what its * stands for.
+static int fits(const char *pattern, size_t length, const char *name, const char **begin,
+                int *size) {
+    const char *star = (const char *)memchr(pattern, '*', length);
+    const size_t n = strlen(name), head = star ? (size_t)(star - pattern) : length;
+    const size_t tail = star ? length - head - 1 : 0;
+    *begin = name + head, *size = (int)n - (int)(head + tail);
+    return (star ? n >= head + tail : n == length) && !memcmp(name, pattern, head) &&
+           (!star || !memcmp(name + n - tail, star + 1, tail));
+}
+static int fits_any(const patterns *p, const char *name) {
+    const char *begin;
+    int size;
+    for (int i = 0; i < p->num; i++)
+        if (fits(p->text[i], strlen(p->text[i]), name, &begin, &size)) return i + 1;
     return 0;
+}
+static int is_skipped(const request *q, const char *name) { return fits_any(&q->skips, name); }
+static int may_skip(void *user, const char *name) {
+    return is_skipped((const request *)user, name);
 }
 static int unless_skipped(void *user, const char *name, char *out) {
     snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
     return !is_skipped((const request *)user, name);
+}
+
+/* ---- names of others ------------------------------------------------------------------------- */
+
+// The next item of a list with commas, which ends at `end`: its bytes.
+static size_t item(const char *list, const char *end) {
+    const char *comma = (const char *)memchr(list, ',', (size_t)(end - list));
+    return (size_t)((comma ? comma : end) - list);
+}
+// Writes PREFIX and the pattern, with the text in place of its *. Returns 0 if that is too long.
+static int substitute(const char *prefix, const char *pattern, size_t length, const char *text,
+                      int size, char out[FSDP_CHECKPOINT_NAME]) {
+    const char *star = (const char *)memchr(pattern, '*', length);
+    const int head = star ? (int)(star - pattern) : (int)length;
+    const int tail = star ? (int)length - head - 1 : 0;
+    const int n = snprintf(out, FSDP_CHECKPOINT_NAME, "%s%.*s%.*s%.*s", prefix, head, pattern,
+                           star ? size : 0, text, tail, star ? star + 1 : "");
+    return n > 0 && n < FSDP_CHECKPOINT_NAME;
+}
+
+static int too_long(const char *name, char why[700]) {
+    snprintf(why, 700,
+             "[E498] '%.300s' gets more than %d names, or one of more than %d bytes: correct "
+             "--rename or --prefix",
+             name, FSDP_CHECKPOINT_SOURCES, FSDP_CHECKPOINT_NAME - 1);
+    return -1;
+}
+/* Applies the rule FROM=TO to a tensor. Returns the number of its new names; 0: the rule is for
+   others; -1: it cannot be applied: `why` says so. With a list FROM=A,B its tensors are rows of one
+   new tensor, in this order; with a list TO a tensor is cut. */
+static int apply_rule(request *q, const char *rule, const fsdp_param_view *v,
+                      fsdp_checkpoint_source *out, char why[700]) {
+    const char *middle = strchr(rule, '='), *end = rule + strlen(rule), *text = "", *from = rule;
+    int size = 0, num = 0, found = 0, before = 1;
+    for (size_t n; from < middle && !found; from += n + 1) {
+        n = item(from, middle);
+        found = fits(from, n, v->name, &text, &size);
+    }
+    if (!found) return 0;
+    for (const char *to = middle + 1; to < end; to += item(to, end) + 1, num++)
+        if (num == FSDP_CHECKPOINT_SOURCES ||
+            !substitute(q->prefix ? q->prefix : "", to, item(to, end), text, size, out[num].name))
+            return too_long(v->name, why);
+    for (int i = 0; i < num && num > 1 && !q->like && v->ndim && v->shape[0] % num == 0; i++)
+        out[i].rows = v->shape[0] / num; // without --like: equal parts
+    for (from = rule; memchr(rule, ',', (size_t)(middle - rule)) && from < middle;) {
+        const size_t n = item(from, middle);
+        char name[FSDP_CHECKPOINT_NAME];
+        fsdp_checkpoint_tensor t = FSDP_ZERO;
+        if (!substitute("", from, n, text, size, name)) return too_long(v->name, why);
+        const int64_t index = fsdpi_ck_index_of(q->from, name);
+        if (index < 0) {
+            snprintf(why, 700,
+                     "[E496] --rename %.200s: '%.200s' fits, and '%.200s' is not there; fsdpck ls "
+                     "lists what is",
+                     rule, v->name, name);
+            return -1;
+        }
+        (void)fsdp_checkpoint_tensor_at(q->from, index, &t);
+        before = before && strcmp(name, v->name) != 0;
+        if (before) out[0].first += t.shape[0];
+        from += n + 1;
+    }
+    return num;
+}
+
+// Returns the number of a tensor's new names, 0 if it is left out, or -1: `why` says why.
+static int new_names(request *q, const fsdp_param_view *v, fsdp_checkpoint_source *out,
+                     char why[700]) {
+    int num = 0, i = 0, k;
+    if (is_skipped(q, v->name)) return 0;
+    for (; i < q->renames.num && !num; i++) num = apply_rule(q, q->renames.text[i], v, out, why);
+    if (num) q->renames.used[i - 1] = 1;
+    if (!num) {
+        num = substitute(q->prefix ? q->prefix : "", "*", 1, v->name, (int)strlen(v->name),
+                         out[0].name);
+        if (!num) num = too_long(v->name, why);
+    }
+    for (int j = 0; j < num; j++)
+        if ((k = fits_any(&q->transposes, out[j].name)) > 0)
+            out[j].transpose = q->transposes.used[k - 1] = 1;
+    return num;
+}
+static int source_of(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    char why[700];
+    return new_names((request *)user, v, out, why);
+}
+
+// Tries the names of all tensors. Returns an exit status.
+static int check_names(request *q, int64_t num_tensors) {
+    char why[700] = "";
+    for (int64_t i = 0; i < num_tensors; i++) {
+        fsdp_checkpoint_source out[FSDP_CHECKPOINT_SOURCES];
+        fsdp_checkpoint_tensor t;
+        fsdp_param_view v = FSDP_ZERO;
+        (void)fsdp_checkpoint_tensor_at(q->from, i, &t);
+        if (fsdpi_ck_is_reserved(t.name)) continue;
+        memset(out, 0, sizeof out);
+        v.name = t.name;
+        v.ndim = t.ndim < FSDP_MAX_DIMS ? t.ndim : FSDP_MAX_DIMS;
+        memcpy(v.shape, t.shape, sizeof v.shape);
+        if (new_names(q, &v, out, why) < 0) return complain("%s", why);
+    }
+    for (int k = 0; k < 2; k++) {
+        const patterns *p = k ? &q->transposes : &q->renames;
+        for (int i = 0; i < p->num; i++)
+            if (!p->used[i])
+                return complain("[E499] %s %.300s: no tensor of %.300s fits; fsdpck ls lists them",
+                                k ? "--transpose" : "--rename", p->text[i], q->paths[0]);
+    }
+    return 0;
 }
 
 static int write_new(request *q, int num_ranks) {
@@ -188,10 +319,16 @@ static int write_new(request *q, int num_ranks) {
     fsdp_checkpoint_reader *r;
     fsdp_checkpoint_contents c;
     fsdp_status status = open_path(q, 0, &r, &c);
+    const int renames = q->renames.num || q->transposes.num || q->prefix;
     if (status) return finish(q, status);
-    fsdp_checkpoint_close(r);
-    if (!strcmp(q->verb->name, "reshard") && c.step < 0)
+    q->from = r;
+    int result = renames ? check_names(q, c.num_tensors) : 0;
+    if (result) fsdp_checkpoint_close(r);
+    if (result) return result;
+    if (!strcmp(q->verb->name, "reshard") && c.step < 0) {
+        fsdp_checkpoint_close(r);
         return expected("reshard", "a checkpoint with a manifest; import takes others");
+    }
     bar.total = c.data_bytes;
     d.dtype = q->dtype;
     d.with_optimizer = q->with_optimizer;
@@ -199,10 +336,22 @@ static int write_new(request *q, int num_ranks) {
     d.max_file_bytes = q->max_file_bytes;
     d.num_ranks = num_ranks;
     d.files = &counted;
-    if (q->num_skips) d.rename = unless_skipped, d.user = q;
-    return finish(q, fsdp_checkpoint_export(q->paths[0], q->paths[1], &d, q->text, sizeof q->text));
+    d.like = q->like, d.may_lack = may_skip;
+    d.file_name = q->file_name;
+    d.user = q;
+    if (q->skips.num) d.rename = unless_skipped;
+    if (renames) d.source = source_of;
+    status = fsdp_checkpoint_export(q->paths[0], q->paths[1], &d, q->text, sizeof q->text);
+    fsdp_checkpoint_close(r);
+    result = finish(q, status);
+    if (!status && q->text[0]) complain("%s", q->text);
+    return result;
 }
-static int export_it(request *q) { return write_new(q, 0); }
+static int export_it(request *q) {
+    if (q->with_optimizer && (q->renames.num || q->transposes.num || q->prefix))
+        return expected("--with-optimizer", "no --rename, --prefix or --transpose");
+    return write_new(q, 0);
+}
 static int import_it(request *q) { return write_new(q, q->ranks ? (int)q->ranks : 1); }
 static int reshard(request *q) {
     if (!q->ranks) return expected("reshard", "--ranks N");
@@ -335,8 +484,8 @@ static int diff(request *q) {
 /* ---- what the user wants --------------------------------------------------------------------- */
 
 #define SKIP_HELP                                                                                  \
-    "  --skip NAME          without this tensor; 'NAME*': without all that begin so. May be\n"     \
-    "                       given several times\n"
+    "  --skip NAME          without this tensor. One * in it stands for any text. May be given\n"  \
+    "                       several times\n"
 static const verb verbs[] = {
     {"ls", "PATH", "", 1, list,
      "Lists the tensors: bytes, boxes, name, dtype and shape. Reads and checks headers alone.\n"},
@@ -353,14 +502,28 @@ static const verb verbs[] = {
      "That is never needed: any number of ranks loads any checkpoint. Blobs of each rank stay\n"
      "those of the ranks that saved them.\n" SKIP_HELP},
     {"export", "PATH OUT",
-     "[--dtype D] [--ema[=NAME]] [--with-optimizer] [--max-file-bytes N] [--skip NAME]", 2,
-     export_it,
+     "[--like DIR] [--rename FROM=TO] [--prefix P] [--transpose NAME] [--dtype D]\n"
+     "         [--ema[=NAME]] [--with-optimizer] [--max-file-bytes N] [--file NAME] [--skip NAME]",
+     2, export_it,
      "Writes whole tensors for others: model.safetensors, or some files and an index.\n"
+     "  --like DIR           a model of Hugging Face: OUT gets its other files (configuration,\n"
+     "                       tokenizer, chat template), and must have its tensors, with their\n"
+     "                       shapes; other dtypes are reported\n"
+     "  --rename FROM=TO     another name. One * in FROM stands for any text, which TO may have,\n"
+     "                       too: 'h.*.fc=model.layers.*.fc.weight'. A,B,C=TO: their rows, one\n"
+     "                       under the other, become one tensor. FROM=A,B: its rows are cut, as\n"
+     "                       in --like or in equal parts. The first option that fits counts\n"
+     "  --prefix P           P before each name, after --rename\n"
+     "  --transpose NAME     this matrix of OUT is the transposed one (Conv1D of GPT-2). One * in\n"
+     "                       NAME stands for any text. Like --rename and --skip, it may be given\n"
+     "                       several times\n"
      "  --dtype D            f32, bf16, f16 or f64: floating parameters are converted\n"
      "  --ema                the averages of the weights in place of the weights\n"
      "  --ema=NAME           those with this fsdp_ema_desc.name\n"
      "  --with-optimizer     also what is called optim.state.* and fsdp.*\n"
-     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n" SKIP_HELP},
+     "  --max-file-bytes N   of data in a file; KB, MB or GB may follow. Default: 5GB\n"
+     "  --file NAME          in place of model.safetensors, for example "
+     "adapter_model.safetensors\n" SKIP_HELP},
     {"import", "PATH OUT", "[--ranks N] [--skip NAME]", 2, import_it,
      "Makes a checkpoint of ours of any PATH, with checksums, in N data files (default 1). Call "
      "OUT\n"
@@ -434,6 +597,39 @@ static const char *option(const request *q, const char *name, char **argv, int *
     return *rest == '=' ? rest + 1 : NULL;
 }
 
+static int add(patterns *p, const char *text) {
+    p->text[p->num++] = text;
+    return 0;
+}
+static int add_name(patterns *p, const char *option, const char *text) {
+    const int good = *text && p->num < MOST_PATTERNS && strchr(text, '*') == strrchr(text, '*');
+    return good ? add(p, text) : expected(option, "a name with at most one *, at most 64 times");
+}
+// Adds a rule FROM=TO. A list with commas is on at most one side, each item has at most one *, and
+// TO has one only if FROM has.
+static int add_rule(request *q, const char *rule) {
+    const char *middle = strchr(rule, '='), *end = rule + strlen(rule);
+    int good = middle && middle > rule && middle + 1 < end, items[2] = {0, 0}, stars[2] = {0, 0};
+    for (int side = 0; side < 2 && good; side++) {
+        const char *stop = side ? end : middle;
+        for (const char *at = side ? middle + 1 : rule; good && at <= stop; items[side]++) {
+            const size_t n = item(at, stop);
+            const char *star = (const char *)memchr(at, '*', n);
+            good = n > 0 && (!star || !memchr(star + 1, '*', n - (size_t)(star + 1 - at)));
+            stars[side] += star != NULL;
+            at += n + 1;
+        }
+    }
+    good = good && q->renames.num < MOST_PATTERNS && (items[0] == 1 || items[1] == 1) &&
+           (!stars[0] || stars[0] == items[0]) && (!stars[1] || stars[0]);
+    if (!good)
+        return expected("--rename",
+                        "FROM=TO, with a list of names A,B on at most one side, one * "
+                        "in each name of FROM or in none, and one in TO only with it, at most "
+                        "64 times");
+    return add(&q->renames, rule);
+}
+
 // Reads the arguments. Returns 0, or an exit status.
 static int read_arguments(request *q, int argc, char **argv) {
     const char *v;
@@ -458,9 +654,19 @@ static int read_arguments(request *q, int argc, char **argv) {
         } else if ((v = option(q, "--max-file-bytes", argv, &i)) != NULL) {
             bad = number("--max-file-bytes", v, INT64_MAX, 1, &q->max_file_bytes);
         } else if ((v = option(q, "--skip", argv, &i)) != NULL) {
-            if (!*v || q->num_skips == MOST_SKIPS)
-                bad = expected("--skip", "a name, at most 64 times");
-            else q->skips[q->num_skips++] = v;
+            bad = add_name(&q->skips, "--skip", v);
+        } else if ((v = option(q, "--transpose", argv, &i)) != NULL) {
+            bad = add_name(&q->transposes, "--transpose", v);
+        } else if ((v = option(q, "--rename", argv, &i)) != NULL) {
+            bad = add_rule(q, v);
+        } else if ((v = option(q, "--like", argv, &i)) != NULL) {
+            bad = *v ? 0 : expected("--like", "a directory");
+            q->like = v;
+        } else if ((v = option(q, "--prefix", argv, &i)) != NULL) {
+            bad = *v ? 0 : expected("--prefix", "a text");
+            q->prefix = v;
+        } else if ((v = option(q, "--file", argv, &i)) != NULL) {
+            q->file_name = v;
         } else if ((v = option(q, "--dtype", argv, &i)) != NULL) {
             bad = dtype_of(q, v);
         } else {

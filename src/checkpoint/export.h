@@ -8,6 +8,7 @@
 #define FSDPI_CHECKPOINT_EXPORT_H
 
 #include "reader.h"
+#include "export_plan.h"
 #include "files.h"
 #include "retention.h"
 #include "manifest.h"
@@ -25,163 +26,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Chooses a file for each tensor, and writes into a temporary directory that one rename completes.
-// Files are written one after another, from the first byte to the last. A piece is a number of
-// boxes that are read into one buffer.
-
-// A tensor of the new directory.
-typedef struct fsdpi_ck_out {
-    const char *name;
-    int64_t tensor;   // index in the reader
-    int64_t nbytes;   // in the new file
-    fsdp_dtype dtype; // dtype as which elements are moved
-    int32_t file;
-} fsdpi_ck_out;
-
-typedef struct fsdpi_ck_export {
-    fsdp_checkpoint_reader *in;
-    fsdp_checkpoint_export_desc desc;
-    const char *call;
-    fsdpi_ck_buffer outs, names, entries, header, data, sizes, crcs, text;
-    int64_t num_outs, num_averages, num_crcs, total_bytes, step;
-    int32_t num_files;
-    int sharded; // 1: boxes, a manifest
-    void *file;  // the file that is written
-    char out[FSDP_CHECKPOINT_PATH], parent[FSDP_CHECKPOINT_PATH], tmp[FSDP_CHECKPOINT_PATH];
-    char path[FSDP_CHECKPOINT_PATH]; // path of that file
-} fsdpi_ck_export;
-
-static fsdpi_ck_out *fsdpi_ck_out_at(const fsdpi_ck_export *x, int64_t index) {
-    return (fsdpi_ck_out *)x->outs.ptr + index;
-}
-static int fsdpi_ck_by_out(const void *a, const void *b) {
-    return strcmp(((const fsdpi_ck_out *)a)->name, ((const fsdpi_ck_out *)b)->name);
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// The plan.
-
-// Sets *out to the index of the parameter's average or, if it has none, of the parameter.
-static fsdp_status fsdpi_ck_average_of(fsdpi_ck_export *x, int64_t index, int64_t *out) {
-    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index), *average;
-    char name[FSDP_CHECKPOINT_NAME + 32];
-    int n = snprintf(name, sizeof name, "optim.state.%s.ema%s%s", e->name,
-                     x->desc.ema_name ? "." : "", x->desc.ema_name ? x->desc.ema_name : "");
-    const int64_t found = n > 0 && n < (int)sizeof name ? fsdpi_ck_index_of(x->in, name) : -1;
-    *out = index;
-    if (found < 0) return FSDP_OK;
-    average = fsdpi_ck_entry_of(x->in, found);
-    int same = average->ndim == e->ndim && e->ndim <= FSDP_MAX_DIMS;
-    for (int d = 0; d < e->ndim && same; d++)
-        same = fsdpi_ck_whole_at(x->in, found)->shape[d] ==
-               fsdpi_ck_whole_at(x->in, index)->shape[d];
-    if (!same || !fsdp_dtype_is_float(average->dtype) || !fsdp_dtype_is_float(e->dtype))
-        return fsdpi_ck_fail(&x->in->io, FSDP_ERR_CORRUPT,
-                             "[E481] %s: '%.300s' is no average of '%.300s': expected floating "
-                             "tensors of one shape",
-                             x->call, name, e->name);
-    *out = found;
-    x->num_averages++;
-    return FSDP_OK;
-}
-
-// Adds one tensor of the source under its new name. A tensor that desc leaves out is not added.
-static fsdp_status fsdpi_ck_add_out(fsdpi_ck_export *x, int64_t index) {
-    const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
-    char *renamed = (char *)x->names.ptr + x->num_outs * FSDP_CHECKPOINT_NAME;
-    const int state = fsdpi_ck_is_reserved(e->name);
-    if (state && !x->desc.with_optimizer && !x->sharded) return FSDP_OK;
-    if (x->desc.rename) {
-        renamed[0] = 0;
-        if (!x->desc.rename(x->desc.user, e->name, renamed)) return FSDP_OK;
-        renamed[FSDP_CHECKPOINT_NAME - 1] = 0;
-    }
-    int64_t tensor = index;
-    fsdp_status status = fsdpi_ck_readable(x->in, index);
-    if (!status && x->desc.ema) status = fsdpi_ck_average_of(x, index, &tensor);
-    if (status) return status;
-    fsdpi_ck_out *o = fsdpi_ck_out_at(x, x->num_outs++);
-    o->name = x->desc.rename ? renamed : e->name;
-    o->tensor = tensor;
-    o->dtype = x->desc.dtype != FSDP_DTYPE_KEEP && !state && fsdp_dtype_is_float(e->dtype)
-                   ? x->desc.dtype
-                   : fsdpi_ck_carrier(e);
-    o->nbytes = fsdpi_ck_volume(e->ndim, fsdpi_ck_whole_at(x->in, index)->shape) *
-                (int64_t)fsdp_dtype_size(o->dtype);
-    o->file = 0;
-    x->total_bytes += o->nbytes;
-    return FSDP_OK;
-}
-
-// Chooses the file of each tensor by huggingface_hub's rule, in the order of names. A tensor above
-// the limit gets a file of its own; afterwards the file in progress is filled further.
-static void fsdpi_ck_split(fsdpi_ck_export *x) {
-    const int64_t most = x->desc.max_file_bytes ? x->desc.max_file_bytes : INT64_C(5000000000);
-    int64_t filled = 0, first = 0; // bytes, and first tensor, in the file in progress
-    int32_t done = 0;              // number of complete files
-    int open = 0;
-    for (int64_t i = 0; i < x->num_outs; i++) {
-        fsdpi_ck_out *o = fsdpi_ck_out_at(x, i);
-        if (o->nbytes > most) {
-            o->file = done++;
-            continue;
-        }
-        if (open && filled + o->nbytes > most) {
-            for (int64_t k = first; k < i; k++)
-                if (fsdpi_ck_out_at(x, k)->file < 0) fsdpi_ck_out_at(x, k)->file = done;
-            done++, open = 0;
-        }
-        if (!open) first = i, filled = 0, open = 1;
-        o->file = -1; // its number is known when it is complete
-        filled += o->nbytes;
-    }
-    for (int64_t k = first; k < x->num_outs; k++)
-        if (fsdpi_ck_out_at(x, k)->file < 0) fsdpi_ck_out_at(x, k)->file = done;
-    x->num_files = done + open;
-}
-
-static fsdp_status fsdpi_ck_plan_export(fsdpi_ck_export *x) {
-    fsdpi_ck_io *io = &x->in->io;
-    const int64_t num = x->in->num_tensors + 1;
-    fsdp_status status = fsdpi_ck_reserve(NULL, &x->outs, num * (int64_t)sizeof(fsdpi_ck_out), 0);
-    if (!status && x->desc.rename)
-        status = fsdpi_ck_reserve(NULL, &x->names, num * FSDP_CHECKPOINT_NAME, 0);
-    if (!status)
-        status = fsdpi_ck_reserve(NULL, &x->entries, num * (int64_t)sizeof(fsdp_safetensors_entry),
-                                  0);
-    for (int64_t i = 0; i < x->in->num_tensors && !status; i++) status = fsdpi_ck_add_out(x, i);
-    if (status) return status;
-    if (!x->num_outs)
-        return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
-                             "[E467] %s: of %lld tensors in %s none is to be written", x->call,
-                             (long long)x->in->num_tensors, x->in->path);
-    if (x->desc.ema && !x->num_averages)
-        return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
-                             "[E482] %s: %s has no average of a tensor that is to be written "
-                             "(state 'ema%s%s'): save it with fsdp_ema_create, choose another by "
-                             "--ema=NAME, or leave --ema out",
-                             x->call, x->in->path, x->desc.ema_name ? "." : "",
-                             x->desc.ema_name ? x->desc.ema_name : "");
-    qsort(x->outs.ptr, (size_t)x->num_outs, sizeof(fsdpi_ck_out), fsdpi_ck_by_out);
-    for (int64_t i = 1; i < x->num_outs; i++)
-        if (!fsdpi_ck_by_out(fsdpi_ck_out_at(x, i - 1), fsdpi_ck_out_at(x, i)))
-            return fsdpi_ck_fail(io, FSDP_ERR_INVALID_ARG,
-                                 "[E465] %s: two tensors become '%.300s': let rename give one of "
-                                 "them another name",
-                                 x->call, fsdpi_ck_out_at(x, i)->name);
-    if (!x->sharded) fsdpi_ck_split(x);
-    else x->num_files = x->desc.num_ranks;
-    return fsdpi_ck_reserve(NULL, &x->sizes, 3 * (int64_t)x->num_files * (int64_t)sizeof(int64_t),
-                            0);
-}
+// Writes into a temporary directory, which one rename completes. Files are written one after another,
+// from the first byte to the last, in buffers of a number of boxes.
 
 // Returns the number of a tensor's rows in file `file`: the shard that rank `file` would save.
 static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int file,
                                   int64_t *first) {
     const fsdpi_ck_out *o = fsdpi_ck_out_at(x, index);
-    const int64_t rows = fsdpi_ck_entry_of(x->in, o->tensor)->ndim
-                             ? fsdpi_ck_whole_at(x->in, o->tensor)->shape[0]
-                             : 1;
+    const int64_t rows = o->ndim ? o->shape[0] : 1;
     fsdp_range mine = FSDP_ZERO;
     *first = 0;
     if (!x->sharded) return o->file == file ? rows : -1;
@@ -201,12 +53,12 @@ static int64_t fsdpi_ck_file_entries(const fsdpi_ck_export *x, int file) {
         if (rows < 0) continue;
         fsdp_safetensors_entry *e = (fsdp_safetensors_entry *)x->entries.ptr + num++;
         memset(e, 0, sizeof *e);
-        const fsdp_safetensors_entry *from = fsdpi_ck_entry_of(x->in, o->tensor);
+        const fsdp_safetensors_entry *from = fsdpi_ck_entry_of_out(x, o);
         e->name = o->name;
         e->dtype = from->dtype == FSDP_SAFETENSORS_OTHER ? from->dtype : o->dtype;
         e->file_dtype = from->file_dtype;
-        e->ndim = from->ndim;
-        memcpy(e->whole, fsdpi_ck_whole_at(x->in, o->tensor)->shape, sizeof e->whole);
+        e->ndim = o->ndim;
+        memcpy(e->whole, o->shape, sizeof e->whole);
         memcpy(e->shape, e->whole, sizeof e->shape);
         if (e->ndim) e->start[0] = first, e->shape[0] = rows;
     }
@@ -218,9 +70,11 @@ static int64_t fsdpi_ck_file_entries(const fsdpi_ck_export *x, int file) {
 
 static void fsdpi_ck_file_name(const fsdpi_ck_export *x, int file, char out[FSDPI_CK_LEAF]) {
     if (x->sharded) fsdpi_ck_shard_name(out, file);
-    else if (x->num_files == 1) snprintf(out, FSDPI_CK_LEAF, "model.safetensors");
+    else if (x->num_files == 1) snprintf(out, FSDPI_CK_LEAF, "%s", x->name);
     else
-        snprintf(out, FSDPI_CK_LEAF, "model-%05d-of-%05d.safetensors", file + 1, (int)x->num_files);
+        snprintf(out, FSDPI_CK_LEAF, "%.*s-%05d-of-%05d.safetensors",
+                 (int)(strlen(x->name) - strlen(".safetensors")), x->name, file + 1,
+                 (int)x->num_files);
 }
 
 static fsdp_status fsdpi_ck_create_file(fsdpi_ck_export *x, const char *leaf) {
@@ -250,33 +104,6 @@ static fsdp_status fsdpi_ck_write_text(fsdpi_ck_export *x, const char *leaf, int
     return fsdpi_ck_finish_file(x, fsdpi_ck_write_bytes(x, x->text.ptr, nbytes, 0));
 }
 
-/* Finds the largest contiguous box of at most `most` elements that begins with element `at` of a
-   tensor. Returns its number of elements. */
-static int64_t fsdpi_ck_next_box(int ndim, const int64_t *shape, int64_t at, int64_t most,
-                                 int64_t *start, int64_t *size) {
-    int64_t inner = fsdpi_ck_volume(ndim, shape), rest = at, n = 1;
-    int cut = -1;
-    for (int d = 0; d < ndim; d++) {
-        inner /= shape[d];
-        start[d] = rest / inner;
-        rest %= inner;
-        size[d] = cut < 0 ? 1 : shape[d];
-        if (cut >= 0 || rest || inner > most) continue;
-        cut = d;
-        size[d] = fsdpi_ck_less(most / inner, shape[d] - start[d]);
-        n = size[d] * inner;
-    }
-    return n;
-}
-
-static const fsdpi_ck_out *fsdpi_ck_out_of(const fsdpi_ck_export *x, const char *name) {
-    fsdpi_ck_out key;
-    memset(&key, 0, sizeof key);
-    key.name = name;
-    return (const fsdpi_ck_out *)bsearch(&key, x->outs.ptr, (size_t)x->num_outs, sizeof key,
-                                         fsdpi_ck_by_out);
-}
-
 // Reads the next piece of a file's data, beginning with element *at of entry *next. Sets *used to
 // its bytes.
 static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t *next, int64_t *at,
@@ -293,8 +120,8 @@ static fsdp_status fsdpi_ck_read_piece(fsdpi_ck_export *x, int64_t num, int64_t 
         if (!room) break;
         int64_t n = fsdpi_ck_next_box(e->ndim, e->shape, *at, room, start, shape);
         for (int d = 0; d < e->ndim; d++) start[d] += e->start[d];
-        status = fsdpi_ck_want_box(x->in, fsdpi_ck_out_of(x, e->name)->tensor, start, shape,
-                                   fsdpi_ck_carrier(e), (char *)x->data.ptr + *used);
+        status = fsdpi_ck_want_out(x, fsdpi_ck_out_of(x, e->name), start, shape,
+                                   (char *)x->data.ptr + *used);
         *at += n;
         *used += n * size;
     }
@@ -376,7 +203,7 @@ static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
     return used;
 }
 
-// Writes model.safetensors.index.json as huggingface_hub and transformers print it, sorted by name.
+// Writes the index, model.safetensors.index.json, as huggingface_hub and transformers print it, sorted by name.
 static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
     int64_t most = 256;
     for (int64_t i = 0; i < x->num_outs; i++)
@@ -395,7 +222,9 @@ static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
         fsdpi_ck_say(&p, "\": \"%s\"%s\n", leaf, i + 1 < x->num_outs ? "," : "");
     }
     fsdpi_ck_say(&p, "  }\n}");
-    return fsdpi_ck_write_text(x, "model.safetensors.index.json", p.used);
+    char leaf[FSDPI_CK_LEAF];
+    snprintf(leaf, sizeof leaf, "%s.index.json", x->name);
+    return fsdpi_ck_write_text(x, leaf, p.used);
 }
 static fsdp_status fsdpi_ck_write_manifest(fsdpi_ck_export *x) {
     fsdp_status status = fsdpi_ck_reserve(NULL, &x->text,
@@ -452,15 +281,100 @@ static fsdp_status fsdpi_ck_publish(fsdpi_ck_export *x) {
     return fsdpi_ck_disk_status(&x->in->io);
 }
 
+/* -------------------------------------------------------------------------------------------- */
+// The other files of `like`.
+
+enum { FSDPI_CK_COPY_DEPTH = 4 }; // levels of directories in `like`
+
+typedef struct fsdpi_ck_copying {
+    fsdpi_ck_export *x;
+    int depth; // of the directory whose names are copied
+    char from[FSDP_CHECKPOINT_PATH], to[FSDP_CHECKPOINT_PATH];
+} fsdpi_ck_copying;
+
+// Returns 1 for a name that export does not copy: a hidden file, an index, a manifest, or weights in
+// the format of any program.
+static int fsdpi_ck_is_left_out(const char *name) {
+    static const char *const weights[] = {
+        ".safetensors", ".bin",  ".pt",        ".pth", ".ckpt", ".gguf", ".ggml",   ".h5",
+        ".msgpack",     ".onnx", ".onnx_data", ".npz", ".npy",  ".ot",   ".tflite", ".distcp"};
+    const size_t n = strlen(name);
+    if (name[0] == '.' || !strcmp(name, "manifest.json")) return 1;
+    if (strstr(name, ".index.") && n > 5 && !strcmp(name + n - 5, ".json")) return 1;
+    for (size_t i = 0; i < sizeof weights / sizeof *weights; i++) {
+        const size_t k = strlen(weights[i]);
+        if (n > k && !strcmp(name + n - k, weights[i])) return 1;
+    }
+    return 0;
+}
+
+static void fsdpi_ck_copy_file(fsdpi_ck_copying *c) {
+    fsdpi_ck_disk *d = &c->x->in->disk;
+    void *from = NULL, *to = NULL, *data = c->x->data.ptr;
+    int64_t nbytes = 0, ignored = 0;
+    if (!fsdpi_ck_open(d, c->from, 0, &from, &nbytes))
+        (void)fsdpi_ck_open(d, c->to, 1, &to, &ignored);
+    for (int64_t at = 0, n; at < nbytes && !d->status; at += n) {
+        n = fsdpi_ck_less(nbytes - at, FSDPI_CK_PIECE);
+        if (!fsdpi_ck_read(d, from, c->from, data, n, at))
+            (void)fsdpi_ck_write(d, to, c->to, data, n, at);
+    }
+    if (!d->status) (void)fsdpi_ck_sync(d, to, c->to);
+    (void)fsdpi_ck_close(d, to, c->to);
+    (void)fsdpi_ck_close(d, from, c->from);
+}
+
+// Copies a file, or what is in a directory. Its name is added to both paths meanwhile.
+static int fsdpi_ck_copy_name(void *arg, const char *name) {
+    fsdpi_ck_copying *c = (fsdpi_ck_copying *)arg;
+    fsdpi_ck_disk *d = &c->x->in->disk;
+    const size_t from = strlen(c->from), to = strlen(c->to), n = strlen(name);
+    if (fsdpi_ck_is_left_out(name)) return 0;
+    if (from + n + 2 > sizeof c->from || to + n + 2 > sizeof c->to) {
+        (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG, "%s/%s: the path is too long", c->from, name);
+        return 1;
+    }
+    snprintf(c->from + from, sizeof c->from - from, "/%s", name);
+    snprintf(c->to + to, sizeof c->to - to, "/%s", name);
+    (void)fsdpi_ck_begin(d, "list", c->from);
+    const int error = d->ops->list(d->user, c->from, fsdpi_ck_stop_at_once, NULL);
+    if (error == ENOTDIR) {
+        fsdpi_ck_copy_file(c);
+    } else if (fsdpi_ck_end(d, error, c->from) == FSDP_OK && c->depth < FSDPI_CK_COPY_DEPTH) {
+        c->depth++;
+        if (!fsdpi_ck_begin(d, "mkdir", c->to))
+            (void)fsdpi_ck_end(d, d->ops->make_dir(d->user, c->to), c->to);
+        if (!fsdpi_ck_begin(d, "list", c->from))
+            (void)fsdpi_ck_end(d, d->ops->list(d->user, c->from, fsdpi_ck_copy_name, c), c->from);
+        if (d->ops->remove(d->user, c->to, 1)) // it is not empty
+            (void)fsdpi_ck_sync_dir(d, c->to);
+        c->depth--;
+    }
+    c->from[from] = c->to[to] = 0;
+    return d->status != FSDP_OK;
+}
+
+static fsdp_status fsdpi_ck_copy_others(fsdpi_ck_export *x) {
+    fsdpi_ck_disk *d = &x->in->disk;
+    fsdpi_ck_copying c;
+    c.x = x, c.depth = 0;
+    snprintf(c.from, sizeof c.from, "%s", x->desc.like);
+    snprintf(c.to, sizeof c.to, "%s", x->tmp);
+    fsdpi_ck_forget(d);
+    if (!fsdpi_ck_begin(d, "list", c.from))
+        (void)fsdpi_ck_end(d, d->ops->list(d->user, c.from, fsdpi_ck_copy_name, &c), c.from);
+    return fsdpi_ck_disk_status(&x->in->io);
+}
+
 static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
     fsdp_status status = fsdpi_ck_export_paths(x, out);
     if (!status) status = fsdpi_ck_plan_export(x);
-    if (!status) status = fsdpi_ck_reserve(NULL, &x->data, FSDPI_CK_PIECE, 0);
     if (!status) status = fsdpi_ck_make_export(x);
     if (status) return status;
     for (int32_t i = 0; i < x->num_files && !status; i++) status = fsdpi_ck_write_one(x, i);
     if (!status && x->sharded) status = fsdpi_ck_write_manifest(x);
     else if (!status && x->num_files > 1) status = fsdpi_ck_write_index(x);
+    if (!status && x->like && !x->like->opened.is_file) status = fsdpi_ck_copy_others(x);
     if (!status) status = fsdpi_ck_publish(x);
     if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // after a rename it is gone
     return status;
@@ -474,16 +388,20 @@ static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc
     if (status && text && cap) snprintf(text, cap, "%s", fsdp_last_error(NULL));
     if (status) return status;
     if (!fsdpi_ck_good_path(out)) return fsdpi_ck_refused(call, "out", text, cap);
-    int good = own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES &&
-               own->max_file_bytes >= 0 && !(own->ema && own->num_ranks) &&
-               (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
-               (!own->files ||
-                (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
+    if (own->like && !fsdpi_ck_good_path(own->like))
+        return fsdpi_ck_refused(call, "like", text, cap);
+    int good =
+        own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES && own->max_file_bytes >= 0 &&
+        !(own->num_ranks && (own->ema || own->source || own->like || own->file_name)) &&
+        (!own->file_name || (fsdpi_ck_is_leaf(own->file_name) && strlen(own->file_name) <= 64)) &&
+        (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
+        (!own->files || (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
     if (!good && text && cap)
         snprintf(text, cap,
-                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, max_file_bytes >= 0, "
-                 "dtype KEEP or a floating one, and files of version 1: zero the desc, then set "
-                 "what you need",
+                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, source, like or "
+                 "file_name, max_file_bytes >= 0, dtype KEEP or a floating one, file_name NULL or "
+                 "NAME.safetensors with at most 64 letters, digits, '.', '_' and '-', and files of "
+                 "version 1: zero the desc, then set what you need",
                  call, FSDPI_CK_MOST_FILES);
     return good ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
@@ -501,13 +419,23 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
     fsdpi_ck_export *x = (fsdpi_ck_export *)room;
     x->desc = own;
     x->call = call;
+    x->name = own.file_name ? own.file_name : "model.safetensors";
     x->sharded = own.num_ranks > 0;
     status = fsdpi_ck_open_alone(call, path, own.files, own.files_user, &x->in, text, cap);
+    if (!status && own.like)
+        status = fsdpi_ck_open_alone(call, own.like, own.files, own.files_user, &x->like, text,
+                                     cap);
     if (!status) status = fsdpi_ck_no_memory(fsdpi_ck_export_all(x, out), text, cap);
-    fsdpi_ck_buffer *rooms[] = {&x->outs, &x->names, &x->entries, &x->header,
-                                &x->data, &x->sizes, &x->crcs,    &x->text};
+    if (!status && x->note[0] && text && cap)
+        snprintf(text, cap,
+                 "[E493] %s: tensors with another dtype than in %.400s: %s: choose dtype (fsdpck: "
+                 "--dtype), or correct the dtype in config.json",
+                 call, own.like, x->note);
+    fsdpi_ck_buffer *rooms[] = {&x->pieces, &x->outs,  &x->names, &x->entries, &x->header,
+                                &x->data,   &x->sizes, &x->crcs,  &x->text};
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) fsdpi_ck_free(NULL, rooms[i]);
     fsdp_checkpoint_close(x->in);
+    fsdp_checkpoint_close(x->like);
     free(room);
     return status;
 }

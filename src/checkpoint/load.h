@@ -41,24 +41,6 @@ typedef struct fsdpi_ck_load {
 // A tensor keeps its value, is read, is read as an integer, or becomes zero.
 enum { FSDPI_CK_LEFT = 0, FSDPI_CK_READ, FSDPI_CK_INTEGER, FSDPI_CK_ZERO };
 
-// Appends a name to a text, at most three in total.
-static void fsdpi_ck_name_some(char *text, size_t cap, int count, const char *name) {
-    size_t used = strlen(text);
-    if (count <= 3) snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
-    else if (count == 4) snprintf(text + used, cap - used, ", ...");
-}
-
-static void fsdpi_ck_shape_text(char *out, size_t cap, fsdp_dtype dtype, int ndim,
-                                const int64_t *shape) {
-    size_t used = (size_t)snprintf(out, cap, "%s [",
-                                   dtype == FSDP_SAFETENSORS_OTHER ? "another dtype"
-                                                                   : fsdp_dtype_name(dtype));
-    for (int d = 0; d < ndim && d < FSDP_MAX_DIMS && used < cap; d++)
-        used += (size_t)snprintf(out + used, cap - used, d ? ", %lld" : "%lld",
-                                 (long long)shape[d]);
-    if (used < cap) snprintf(out + used, cap - used, "]");
-}
-
 static fsdp_status fsdpi_ck_differs(fsdpi_ck_load *l, const char *name, fsdp_dtype there,
                                     int there_ndim, const int64_t *there_shape,
                                     const fsdpi_ck_tensor *x, const char *hint) {
@@ -110,7 +92,6 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
     w.ndim = x->ndim;
     w.memory = x->memory;
     w.dtype = x->dtype;
-    w.transpose = s->transpose;
     w.to = to;
     memcpy(w.start, x->start, sizeof w.start);
     memcpy(w.shape, x->shape, sizeof w.shape);
@@ -129,6 +110,7 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
         int64_t start = w.start[0], shape = w.shape[0];
         w.start[0] = w.start[1], w.shape[0] = w.shape[1];
         w.start[1] = start, w.shape[1] = shape;
+        w.pitch = w.shape[0];
     }
     if (!fsdpi_ck_volume(x->ndim, w.shape)) return FSDP_OK;
     return fsdpi_ck_add_want(&l->reader, &w, first_box, count);
@@ -183,7 +165,7 @@ static void fsdpi_ck_note_tied(fsdpi_ck_load *l, const fsdpi_ck_tensor *x, const
     for (int64_t at = -1, first; (name = fsdpi_ck_next_name(&l->opened, "", &at)) != NULL;) {
         int64_t there[FSDP_MAX_DIMS] = {0}, count = fsdpi_ck_boxes_of(&l->opened, name, &first);
         const fsdpi_ck_box *boxes = l->opened.boxes + first;
-        if (!strstr(name, "wte") && !strstr(name, "embed") && !strstr(name, "shared")) continue;
+        if (!fsdpi_ck_is_embedding(name)) continue;
         if (boxes[0].entry->ndim != 2) continue;
         fsdpi_ck_whole(boxes, (int)count, there);
         if (there[0] != x->whole[0] || there[1] != x->whole[1]) continue;

@@ -32,7 +32,8 @@ enum {
 typedef struct fsdpi_ck_want {
     char *to; // its first element
     fsdp_dtype dtype;
-    int32_t memory, ndim, transpose;
+    int32_t memory, ndim;
+    int64_t pitch; // > 0: a matrix is transposed, with this distance of rows, in elements
     int64_t start[FSDP_MAX_DIMS], shape[FSDP_MAX_DIMS]; // in that tensor, before transposing
 } fsdpi_ck_want;
 
@@ -278,13 +279,13 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
     fsdp_status status = FSDP_OK;
     fsdp_box_overlap o;
     fsdpi_ck_overlap_of(r, w, item->box, &o);
-    int straight = w->memory != FSDP_MEMORY_DEVICE && w->dtype == from && !w->transpose;
+    int straight = w->memory != FSDP_MEMORY_DEVICE && w->dtype == from && !w->pitch;
     do {
         int64_t most = FSDPI_CK_PIECE / (size > to_size ? size : to_size);
         for (int64_t k = 0, n; k < o.elements && !status; k += n) {
             int64_t at = e->begin + (o.src + k) * size, dst = o.dst + k;
             n = o.elements - k < most ? o.elements - k : most;
-            if (w->transpose) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // in a row
+            if (w->pitch) n = fsdpi_ck_less(n, w->shape[1] - dst % w->shape[1]); // in a row
             if (straight && o.elements * size >= FSDPI_CK_SHORT) n = o.elements;
             if (straight && (o.rows == 1 || o.elements * size >= FSDPI_CK_SHORT)) {
                 status = fsdpi_ck_read_straight(r, item->part, at, n * size, w->to + dst * size);
@@ -292,9 +293,9 @@ static fsdp_status fsdpi_ck_read_item(fsdpi_ck_reader *r, const fsdpi_ck_item *i
                 continue;
             }
             fsdpi_ck_copy_op run = {NULL, w->to, n, 1, from, w->dtype, w->memory};
-            if (w->transpose) { // element (c, r) of the file is (r, c) in memory
-                dst = dst % w->shape[1] * w->shape[0] + dst / w->shape[1];
-                run.step = w->shape[0];
+            if (w->pitch) { // element (c, r) of the file is (r, c) in memory
+                dst = dst % w->shape[1] * w->pitch + dst / w->shape[1];
+                run.step = w->pitch;
             }
             run.to += dst * to_size;
             status = fsdpi_ck_read_run(r, item->part, at, run, wanted);

@@ -189,14 +189,17 @@ static int fsdpi_ck_converts(fsdp_dtype from, fsdp_dtype to) {
     return from == to || (fsdp_dtype_is_float(from) && fsdp_dtype_is_float(to));
 }
 
-// Adds a tensor's box to the list of wanted boxes. Requires checked arguments.
+// Adds a tensor's box to the list of wanted boxes. Requires checked arguments. pitch: as
+// fsdpi_ck_want.
 static fsdp_status fsdpi_ck_want_box(fsdp_checkpoint_reader *r, int64_t index, const int64_t *start,
-                                     const int64_t *shape, fsdp_dtype dtype, char *to) {
+                                     const int64_t *shape, fsdp_dtype dtype, int64_t pitch,
+                                     char *to) {
     const fsdpi_ck_whole_tensor *t = fsdpi_ck_whole_at(r, index);
     fsdpi_ck_want w;
     memset(&w, 0, sizeof w);
     w.to = to;
     w.dtype = dtype;
+    w.pitch = pitch;
     w.memory = FSDP_MEMORY_HOST;
     w.ndim = fsdpi_ck_entry_of(r, index)->ndim;
     for (int d = 0; d < w.ndim; d++) w.start[d] = start[d], w.shape[d] = shape[d];
@@ -230,7 +233,7 @@ FSDP_API fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader *r, int64_t ind
                              "number, a box inside of the tensor, and KEEP or a floating dtype for "
                              "a floating one",
                              call, (long long)index, (long long)r->num_tensors);
-    status = fsdpi_ck_want_box(r, index, start, shape, dtype, (char *)to);
+    status = fsdpi_ck_want_box(r, index, start, shape, dtype, 0, (char *)to);
     if (!status) status = fsdpi_ck_read_all(&r->reader);
     return fsdpi_ck_no_memory(status, text, cap);
 }

@@ -51,6 +51,29 @@ static int fsdpi_ck_is_reserved(const char *name) {
            strncmp(name, "fsdp.", 5) == 0;
 }
 
+// Returns 1 for a name that an embedding has.
+static int fsdpi_ck_is_embedding(const char *name) {
+    return strstr(name, "wte") || strstr(name, "embed") || strstr(name, "shared");
+}
+
+// Appends a name to a text, at most three in total.
+static void fsdpi_ck_name_some(char *text, size_t cap, int count, const char *name) {
+    size_t used = strlen(text);
+    if (count <= 3) snprintf(text + used, cap - used, "%s'%.120s'", count > 1 ? ", " : "", name);
+    else if (count == 4) snprintf(text + used, cap - used, ", ...");
+}
+
+static void fsdpi_ck_shape_text(char *out, size_t cap, fsdp_dtype dtype, int ndim,
+                                const int64_t *shape) {
+    size_t used = (size_t)snprintf(out, cap, "%s [",
+                                   dtype == FSDP_SAFETENSORS_OTHER ? "another dtype"
+                                                                   : fsdp_dtype_name(dtype));
+    for (int d = 0; d < ndim && d < FSDP_MAX_DIMS && used < cap; d++)
+        used += (size_t)snprintf(out + used, cap - used, d ? ", %lld" : "%lld",
+                                 (long long)shape[d]);
+    if (used < cap) snprintf(out + used, cap - used, "]");
+}
+
 // Sets p to the parameter's place: the name UNIT.PARAM, as desc.place changes it.
 static fsdp_status fsdpi_ck_place(fsdp_checkpoint *ck, const char *call, const fsdp_param_view *v,
                                   fsdp_checkpoint_place *p) {

@@ -496,6 +496,16 @@ static void fsdpi_why_wrap(fsdpi_why_text *t) {
     t->at[from] = '\n', t->line = from + 1, t->space = 0;
 }
 
+// Returns 1 if a line may break at a blank before `next`: not between a number and its unit.
+static int fsdpi_why_may_break(const fsdpi_why_text *t, const char *next) {
+    static const char *const units[] = {"ms", "%", "B", "kB", "MB", "GB", "TB"};
+    const size_t length = strcspn(next, " ,;:.)\n");
+    const char before = t->used > 1 && t->used < t->cap ? t->at[t->used - 2] : ' ';
+    for (size_t i = 0; i < sizeof units / sizeof *units && before >= '0' && before <= '9'; i++)
+        if (length == strlen(units[i]) && !strncmp(next, units[i], length)) return 0;
+    return t->used - t->line > 16;
+}
+
 // Adds text, in lines of at most FSDPI_WHY_COLUMNS. Names are untrusted: characters that move a
 // cursor are escaped.
 static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) FSDP_PRINTF(2, 3);
@@ -514,7 +524,7 @@ static void fsdpi_why_say(fsdpi_why_text *t, const char *format, ...) {
         else {
             if (t->used + length - t->line > FSDPI_WHY_COLUMNS) fsdpi_why_wrap(t);
             for (size_t k = 0; k < length; k++) fsdpi_why_put(t, escaped[k]);
-            if (*c == ' ' && t->used - t->line > 16) t->space = t->used;
+            if (*c == ' ' && fsdpi_why_may_break(t, c + 1)) t->space = t->used;
         }
     }
 }

@@ -317,6 +317,156 @@ static void tied(lab_rank *r) {
 }
 TEST_P(checkpoint, tied_weights, ranks_1_to_3) { lab_run(row->ranks, NULL, tied, NULL); }
 
+/* ---- to the layout of others ----------------------------------------------------------------- */
+
+/* A model of GPT-2's kind, with fewer heads for k and v, and a gate and its values in one. Its
+   dims are such that no number of ranks from 2 to 4 divides them all. */
+enum { IN = 6, KV = 4, FF = 5, WORDS = 7 };
+static const struct {
+    const char *name;
+    int ndim;
+    int64_t shape[2];
+} theirs[] = {{"transformer.wte.weight", 2, {WORDS, IN}},
+              {"transformer.h.0.attn.c_attn.weight", 2, {IN, IN + 2 * KV}},
+              {"transformer.h.0.attn.c_attn.bias", 1, {IN + 2 * KV, 0}},
+              {"transformer.h.0.mlp.c_fc.weight", 2, {IN, 9}},
+              {"transformer.h.0.mlp.gate.weight", 2, {FF, IN}},
+              {"transformer.h.0.mlp.up.weight", 2, {FF - 1, IN}},
+              {"transformer.ln_f.weight", 1, {IN, 0}},
+              {"lm_head.weight", 2, {WORDS, IN}}}; /* a copy of the first */
+static const struct {
+    const char *ours, *theirs[2];
+    int transpose;
+    int64_t first, rows;
+} gpt_map[] = {{"h.0.q", {"attn.c_attn.weight", NULL}, 1, 0, IN},
+               {"h.0.k", {"attn.c_attn.weight", NULL}, 1, IN, KV},
+               {"h.0.v", {"attn.c_attn.weight", NULL}, 1, IN + KV, 0},
+               {"h.0.qb", {"attn.c_attn.bias", NULL}, 0, 0, IN},
+               {"h.0.kvb", {"attn.c_attn.bias", NULL}, 0, IN, 2 * KV},
+               {"h.0.fc", {"mlp.c_fc.weight", NULL}, 1, 0, 0},
+               {"h.0.gate_up", {"mlp.gate.weight", "mlp.up.weight"}, 0, 0, 0}};
+/* Serves a load and its export: it uses only what both give. */
+static int gpt_source(void *user, const fsdp_param_view *param, fsdp_checkpoint_source *out) {
+    char name[FSDP_CHECKPOINT_NAME];
+    int num = 0;
+    (void)user;
+    memcpy(name, out[0].name, sizeof name);
+    for (size_t i = 0; i < sizeof gpt_map / sizeof *gpt_map; i++)
+        for (; strcmp(gpt_map[i].ours, name) == 0 && num < 2 && gpt_map[i].theirs[num]; num++) {
+            CHECK_EQ_INT(param->ndim, strstr(name, "b") ? 1 : 2);
+            snprintf(out[num].name, sizeof out->name, "transformer.h.0.%s", gpt_map[i].theirs[num]);
+            out[num].transpose = gpt_map[i].transpose;
+            out[num].first = gpt_map[i].first, out[num].rows = gpt_map[i].rows;
+        }
+    if (!num) snprintf(out[0].name, sizeof out->name, "transformer.%.400s", name);
+    return num ? num : 1;
+}
+/* Element k of a tensor. Two names have equal elements: they are tied. */
+static float their_element(const char *name, int64_t k) {
+    uint64_t seed = 7;
+    if (strstr(name, "lm_head")) name = "transformer.wte.weight";
+    for (const char *c = name; *c; c++) seed = seed * 31 + (uint64_t)*c;
+    return (float)((seed + (uint64_t)k * 7919) % 100003) / 1024;
+}
+/* Writes the directory as other programs do: one canonical file, and a configuration. */
+static void write_theirs(const char *raw, const char *dir, fsdp_dtype dtype) {
+    enum { TENSORS = sizeof theirs / sizeof *theirs };
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_safetensors_entry e[TENSORS];
+    float data[400];
+    char room[8192], path[700], text[512];
+    memset(e, 0, sizeof e);
+    memset(room, 0, sizeof room);
+    for (int n = 0; n < TENSORS; n++) {
+        e[n].name = theirs[n].name, e[n].dtype = FSDP_F32, e[n].ndim = theirs[n].ndim;
+        memcpy(e[n].shape, theirs[n].shape, sizeof theirs[n].shape);
+    }
+    int64_t size = fsdp_safetensors_print(e, TENSORS, 0, NULL, NULL, 0, room + 8, 4000);
+    CHECK(size > 0 && e[TENSORS - 1].end <= (int64_t)sizeof data);
+    memcpy(room, &size, 8);
+    for (int n = 0; n < TENSORS; n++)
+        for (int64_t k = 0; k < (e[n].end - e[n].begin) / 4; k++)
+            data[e[n].begin / 4 + k] = their_element(e[n].name, k);
+    memcpy(room + 8 + size, data, (size_t)e[TENSORS - 1].end);
+    ck_spit(raw, room, 8 + size + e[TENSORS - 1].end);
+    d.dtype = dtype;
+    CHECK_OK(fsdp_checkpoint_export(raw, dir, &d, text, sizeof text));
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    ck_spit(path, "{}", 2);
+}
+static void same_contents(const char *a, const char *b, const char *leaf) {
+    char path[700];
+    int64_t n, k;
+    snprintf(path, sizeof path, "%s/%s", a, leaf);
+    char *x = ck_slurp(path, &n);
+    snprintf(path, sizeof path, "%s/%s", b, leaf);
+    char *y = ck_slurp(path, &k);
+    CHECK_MSG(x && y && n == k && memcmp(x, y, (size_t)n) == 0, "%s differs", leaf);
+    free(x);
+    free(y);
+}
+typedef struct layout_row {
+    const char *name;
+    int ranks;
+    fsdp_dtype dtype; /* of the directory */
+} layout_row;
+static const layout_row layout_rows[] = {{"W=1", 1, FSDP_F32},
+                                         {"W=2", 2, FSDP_F32},
+                                         {"W=3", 3, FSDP_F32},
+                                         {"W=4", 4, FSDP_F32},
+                                         {"bf16", 3, FSDP_BF16}};
+static void to_their_layout(lab_rank *r) {
+    const layout_row *row = (const layout_row *)r->arg;
+    fsdp_checkpoint_load_desc ld = FSDP_ZERO;
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char raw[512], dir[512], run[512], out[512], text[1024];
+    fsdp_param_desc h[] = {fsdp_mat("q", IN, IN),
+                           fsdp_mat("k", KV, IN),
+                           fsdp_mat("v", KV, IN),
+                           fsdp_vec("qb", IN),
+                           fsdp_vec("kvb", 2 * KV),
+                           fsdp_mat("fc", 9, IN),
+                           fsdp_mat("gate_up", 2 * FF - 1, IN)};
+    fsdp_param_desc wte = fsdp_mat("weight", WORDS, IN), ln = fsdp_vec("weight", IN);
+    fsdp_checkpoint *ck;
+    ck_dir(raw, "raw.safetensors"), ck_dir(dir, "theirs"), ck_dir(run, "run"), ck_dir(out, "out");
+    if (r->rank == 0) write_theirs(raw, dir, row->dtype);
+    CALL(r->w, fsdp_barrier(r->w));
+    fsdp_model *m = lab_model(r->w, NULL);
+    named_unit(r->w, m, "wte", &wte, 1);
+    fsdp_unit *u = named_unit(r->w, m, "h.0", h, 7);
+    named_unit(r->w, m, "ln_f", &ln, 1);
+    CALL(r->w, fsdp_checkpoint_create(m, NULL, &ck));
+    ld.source = gpt_source, ld.convert = 1;
+    CALL(r->w, fsdp_checkpoint_load(ck, dir, &ld));
+    CALL(r->w, fsdp_checkpoint_save(ck, run, 1));
+    if (r->rank == 0) {
+        d.source = gpt_source, d.like = dir;
+        CHECK_OK(fsdp_checkpoint_export(ck_step_path(run, 1), out, &d, text, sizeof text));
+        CHECK((row->dtype != FSDP_F32) == (strstr(text, "[E493]") != NULL));
+        if (row->dtype != FSDP_F32) {
+            d.dtype = row->dtype;
+            strcat(out, "2");
+            CHECK_OK(fsdp_checkpoint_export(ck_step_path(run, 1), out, &d, text, sizeof text));
+            CHECK_EQ_STR(text, "");
+        }
+        same_contents(out, dir, "model.safetensors"); /* also the tied copy */
+        same_contents(out, dir, "config.json");
+        CHECK_EQ_INT(ck_num_names(out), 2);
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    float full[IN * IN];
+    CALL(r->w, fsdp_param_full(u, 1, full)); /* k is not what it would be without transposing */
+    for (int k = 0; k < KV * IN; k++) {
+        const int64_t at = (k % IN) * (IN + 2 * KV) + IN + k / IN;
+        W_CHECK((double)full[k] == lab_round(row->dtype, (double)their_element(theirs[1].name, at)),
+                "element %d", k);
+    }
+}
+TEST_P(checkpoint, to_their_layout, layout_rows, row->ranks > 3 ? MANY_RANKS : 0) {
+    lab_run(row->ranks, NULL, to_their_layout, (void *)(uintptr_t)row);
+}
+
 /* ---- rows of sources ------------------------------------------------------------------------- */
 
 /* Two sources for a parameter of four rows: the files lack the first, whose rows are not given, and

@@ -969,6 +969,459 @@ TEST(fsdpck, export_of_a_unit_optim) {
     fsdp_checkpoint_close(r);
 }
 
+/* ---- export to the layout of a directory ----------------------------------------------------- */
+
+/* The inverse of a `source`: new tensors of rows of old ones, compared element by element with the
+   definition of a load: part `k` of the old tensor is rows `first`.. of the new one, transposed or
+   not. */
+typedef struct mapping {
+    char from[16], to[16];
+    int transpose;
+    int64_t first, rows; /* rows 0: not given */
+} mapping;
+typedef struct mapped {
+    const mapping *list;
+    int num;
+} mapped;
+static int mapped_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    const mapped *m = (const mapped *)user;
+    int num = 0;
+    CHECK_EQ_STR(out[0].name, v->name);
+    CHECK(!v->unit && !*v->unit_name && !v->data && !v->shard);
+    for (int i = 0; i < m->num; i++) {
+        if (strcmp(m->list[i].from, v->name) != 0) continue;
+        snprintf(out[num].name, sizeof out->name, "%s", m->list[i].to);
+        out[num].transpose = m->list[i].transpose;
+        out[num].first = m->list[i].first;
+        out[num++].rows = m->list[i].rows;
+    }
+    return num;
+}
+static float *floats_of(fsdp_checkpoint_reader *r, const char *name, fsdp_checkpoint_tensor *t) {
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, name), t));
+    float *room = (float *)malloc((size_t)t->nbytes + 1);
+    CHECK(room != NULL);
+    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, room, SAID));
+    return room;
+}
+/* Every row of every old tensor is where the mapping puts it; the counts show that nothing else is
+   there. */
+static void check_mapping(const char *from, const char *to, const mapped *m) {
+    fsdp_checkpoint_reader *a = open_it(from), *b = open_it(to);
+    fsdp_checkpoint_contents c;
+    int64_t placed = 0, row = 0;
+    for (int i = 0; i < m->num; i++) {
+        const mapping *p = &m->list[i];
+        fsdp_checkpoint_tensor x, y;
+        float *old = floats_of(a, p->from, &x), *fresh = floats_of(b, p->to, &y);
+        int64_t columns = 1, rows = p->rows ? p->rows : x.shape[0];
+        for (int d = 1; d < x.ndim; d++) columns *= x.shape[d];
+        if (i == 0 || strcmp(m->list[i - 1].from, p->from) != 0) row = 0; /* parts in their order */
+        CHECK_EQ_INT(y.ndim, x.ndim);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < columns; k++) {
+                int64_t at = (p->first + r) * columns + k;
+                if (p->transpose) at = k * y.shape[1] + p->first + r;
+                CHECK_MSG(fresh[at] == old[(row + r) * columns + k], "%s row %lld column %lld",
+                          p->from, (long long)r, (long long)k);
+            }
+        row += rows;
+        placed += rows * columns * 4;
+        free(old);
+        free(fresh);
+    }
+    CHECK_OK(fsdp_checkpoint_contents_of(b, &c));
+    CHECK_EQ_INT(c.data_bytes, placed);
+    fsdp_checkpoint_close(a);
+    fsdp_checkpoint_close(b);
+}
+
+/* Random mappings: rows of 1 to 3 old tensors, in random order, are those of 1 to 4 new ones. */
+TEST(fsdpck, export_inverts_sources) {
+    uint64_t z = h_seed();
+#define UP_TO(n) (1 + (int)((z = golden_splitmix64(z)) >> 33) % (n))
+    for (int round = 0; round < 100; round++) {
+        fsdp_checkpoint_export_desc d = FSDP_ZERO;
+        fsdp_safetensors_entry e[3];
+        mapping list[24], parts[24], full[24];
+        int64_t rows[3] = {0, 0, 0};
+        int num_old = UP_TO(3), num_new = UP_TO(4), num = 0, columns = UP_TO(4);
+        char from[600], to[600], name[40];
+        for (int j = 0; j < num_new; j++) {
+            int64_t first = 0;
+            int transpose = UP_TO(2) - 1, count = UP_TO(3);
+            for (int k = 0; k < count; k++) {
+                mapping *p = &parts[num++];
+                memset(p, 0, sizeof *p);
+                snprintf(p->to, sizeof p->to, "new.%d", j);
+                p->transpose = transpose, p->first = first, p->rows = UP_TO(5);
+                first += p->rows;
+            }
+        }
+        for (int i = num - 1; i > 0; i--) { /* shuffled, then dealt to the old tensors */
+            int k = UP_TO(i + 1) - 1;
+            mapping swapped = parts[i];
+            parts[i] = parts[k], parts[k] = swapped;
+        }
+        if (num_old > num) num_old = num;
+        mapped m = {list, 0};
+        for (int j = 0; j < num_old; j++) {
+            int untold = UP_TO(9) - 1, mine = 0;
+            for (int i = j; i < num && mine < 8; i += num_old, mine++) {
+                snprintf(parts[i].from, sizeof parts[i].from, "old.%d", j);
+                rows[j] += parts[i].rows;
+                list[m.num] = full[m.num] = parts[i];
+                if (mine == untold) list[m.num].rows = 0; /* what the others leave */
+                m.num++;
+            }
+        }
+        if (m.num < num) continue; /* more than eight parts */
+        static const char *const names[] = {"old.0", "old.1", "old.2"};
+        for (int j = 0; j < num_old; j++) e[j] = tensor(names[j], FSDP_F32, 2, rows[j], columns, 0);
+        snprintf(name, sizeof name, "old%d.safetensors", round);
+        store_tensors(h_tmpdir(), name, e, num_old);
+        path_of(from, name);
+        snprintf(name, sizeof name, "new%d", round);
+        d.source = mapped_source, d.user = &m;
+        export_to(from, path_of(to, name), &d);
+        m.list = full;
+        check_mapping(from, to, &m);
+    }
+#undef UP_TO
+}
+
+/* Parts that are larger than a piece, rows that are longer than one; three dims, one, and none. */
+TEST(fsdpck, export_inverts_large_sources) {
+    fsdp_safetensors_entry e[7] = {
+        tensor("long", FSDP_F32, 2, 1100001, 2, 0), tensor("cube", FSDP_F32, 3, 5, 7, 3),
+        tensor("q", FSDP_F32, 2, 1201, 900, 0),     tensor("k", FSDP_F32, 2, 301, 900, 0),
+        tensor("one", FSDP_F32, 0, 0, 0, 0),        tensor("bias", FSDP_F32, 1, 5, 0, 0),
+        tensor("left", FSDP_F32, 1, 5, 0, 0)};
+    static const mapping list[] = {{"long", "flat", 1, 0, 0},  {"cube", "b", 0, 0, 2},
+                                   {"cube", "a", 0, 0, 3},     {"q", "c_attn", 1, 301, 0},
+                                   {"k", "c_attn", 1, 0, 301}, {"bias", "c", 0, 0, 5}};
+    mapped m = {list, (int)(sizeof list / sizeof *list)};
+    mapping some[8];
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], to[600];
+    store_tensors(h_tmpdir(), "from.safetensors", e, 7);
+    path_of(from, "from.safetensors");
+    d.source = mapped_source, d.user = &m;
+    export_to(from, path_of(to, "to"), &d); /* "one" and "left" have no source: they are left out */
+    check_mapping(from, to, &m);
+    memcpy(some, list, sizeof list); /* a tensor without dims has a name */
+    static const mapping scale = {"one", "scale", 0, 0, 0};
+    some[6] = scale;
+    m.list = some, m.num = 7;
+    export_to(from, path_of(to, "scaled"), &d);
+    fsdp_checkpoint_reader *r = open_it(to);
+    fsdp_checkpoint_tensor t;
+    CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, "scale"), &t));
+    CHECK(t.ndim == 0 && t.nbytes == 4);
+    fsdp_checkpoint_close(r);
+}
+
+TEST(fsdpck, export_refuses_sources) {
+    static const struct {
+        mapping list[9];
+        int num;
+        const char *says;
+    } bad[] = {
+        {{{"w", "x", 0, 0, 2}},
+         1,
+         "[E484] checkpoint_export: source takes 'w' apart into 1 tensors"},
+        {{{"w", "x", 0, 0, 4}}, 1, "whose rows are not its 3: expected at most 8 tensors"},
+        {{{"w", "x", 0, 0, -1}}, 1, "[E484]"},
+        {{{"w", "x", 0, -1, 0}}, 1, "[E484]"},
+        {{{"w", "x", 0, INT64_MAX, 0}}, 1, "[E484]"},
+        {{{"w", "x", 0, 0, INT64_MAX}, {"w", "y", 0, 0, INT64_MAX}}, 2, "[E484]"},
+        {{{"w", "x", 0, 0, 0}, {"w", "y", 0, 0, 0}}, 2, "set `rows` of each, or `like`"},
+        {{{"w", "a", 0, 0, 1},
+          {"w", "b", 0, 0, 1},
+          {"w", "c", 0, 0, 1},
+          {"w", "d", 0, 0, 0},
+          {"w", "e", 0, 0, 0},
+          {"w", "f", 0, 0, 0},
+          {"w", "g", 0, 0, 0},
+          {"w", "h", 0, 0, 0}},
+         8,
+         "[E484]"},
+        {{{"w", "x", 0, 1, 0}},
+         1,
+         "[E486] checkpoint_export: 'w' gives rows 1..4 of 'x', expected row 0 next"},
+        {{{"w", "x", 0, 0, 0}, {"v", "x", 0, 4, 0}},
+         2,
+         "'v' gives rows 4..6 of 'x', expected row 3"},
+        {{{"w", "x", 0, 0, 0}, {"v", "x", 0, 2, 0}},
+         2,
+         "'v' gives rows 2..4 of 'x', expected row 3"},
+        {{{"w", "x", 0, 0, 0}, {"v", "x", 1, 3, 0}}, 2, "'v' gives rows 3..5 of 'x', transposed"},
+        {{{"w", "x", 0, 0, 0}, {"other", "x", 0, 3, 0}}, 2, "'other' gives rows 3..5"},
+        {{{"w", "x", 0, 0, 0}, {"half", "x", 0, 3, 0}}, 2, "'half' gives rows 3..5"},
+        {{{"w", "x", 0, 0, 0}, {"b", "x", 0, 3, 0}}, 2, "'b' gives rows 3..5"},
+        {{{"b", "x", 1, 0, 0}}, 1, "'b' gives rows 0..2 of 'x', transposed, expected row 0 next"},
+        {{{"one", "x", 0, 0, 0}, {"two", "x", 0, 1, 0}}, 2, "'two' gives rows 1..2 of 'x'"},
+        {{{"w", "", 0, 0, 0}}, 1, "[E466]"}};
+    fsdp_safetensors_entry e[7] = {
+        tensor("w", FSDP_F32, 2, 3, 2, 0),     tensor("v", FSDP_F32, 2, 2, 2, 0),
+        tensor("other", FSDP_F32, 2, 2, 3, 0), tensor("half", FSDP_BF16, 2, 2, 2, 0),
+        tensor("b", FSDP_F32, 1, 2, 0, 0),     tensor("one", FSDP_F32, 0, 0, 0, 0),
+        tensor("two", FSDP_F32, 0, 0, 0, 0)};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], to[600];
+    mapped m = {NULL, 0};
+    store_tensors(h_tmpdir(), "from.safetensors", e, 7);
+    path_of(from, "from.safetensors"), path_of(to, "to");
+    d.source = mapped_source, d.user = &m;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        m.list = bad[i].list, m.num = bad[i].num;
+        CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+        says(bad[i].says);
+        CHECK_EQ_INT(h_entries(h_tmpdir()), 3);
+    }
+    static const mapping mixed[] = {{"w", "x", 0, 0, 0}, {"half", "x", 0, 3, 0}};
+    m.list = mixed, m.num = 2, d.dtype = FSDP_F32; /* in one dtype they are one tensor */
+    export_to(from, to, &d);
+    check_mapping(from, to, &m);
+    d.num_ranks = 2;
+    CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E463] checkpoint_export: expected num_ranks 0 to 1000000, and 0 with ema, source, like");
+}
+
+/* A directory of Hugging Face: its tensors, and files of all kinds next to them. */
+static const char *const copied_files[] = {"config.json",
+                                           "generation_config.json",
+                                           "tokenizer.json",
+                                           "tokenizer_config.json",
+                                           "tokenizer.model",
+                                           "special_tokens_map.json",
+                                           "vocab.json",
+                                           "merges.txt",
+                                           "chat_template.jinja",
+                                           "preprocessor_config.json",
+                                           "README.md",
+                                           "LICENSE",
+                                           "1_Pooling/config.json",
+                                           "additional_chat_templates/tool_use.jinja",
+                                           "a/b/c/d/deep.txt"};
+static const char *const left_files[] = {".gitattributes",
+                                         "pytorch_model.bin",
+                                         "pytorch_model.bin.index.json",
+                                         "training_args.bin",
+                                         "x.gguf",
+                                         "optimizer.pt",
+                                         "rng_state.pth",
+                                         "tf_model.h5",
+                                         "flax_model.msgpack",
+                                         "rust_model.ot",
+                                         "onnx/model.onnx",
+                                         "onnx/model.onnx_data",
+                                         "2_Dense/model.safetensors",
+                                         "manifest.json.d/.hidden",
+                                         "a/b/c/d/e/too_deep.txt"};
+enum { COPIED = 15, LEFT = 15 };
+static void store_deep(const char *dir, const char *leaf) {
+    char path[800];
+    snprintf(path, sizeof path, "%s/%s", dir, leaf);
+    for (char *c = path + strlen(dir) + 1; (c = strchr(c, '/')) != NULL; *c++ = '/') {
+        *c = 0;
+        CHECK(!mkdir(path, 0700) || errno == EEXIST);
+    }
+    store(dir, leaf, leaf, (int64_t)strlen(leaf)); /* its name is its content */
+}
+static const char *like_dir(char out[600], fsdp_safetensors_entry *e, int n) {
+    CHECK_EQ_INT(mkdir(path_of(out, "like"), 0700), 0);
+    store_tensors(out, "model.safetensors", e, n);
+    for (int i = 0; i < COPIED; i++) store_deep(out, copied_files[i]);
+    for (int i = 0; i < LEFT; i++) store_deep(out, left_files[i]);
+    char large[800];
+    snprintf(large, sizeof large, "%s/tokenizer.json", out); /* larger than a piece */
+    CHECK_EQ_INT(truncate(large, 5000001), 0);
+    return out;
+}
+static int num_names(const char *dir) { /* of files, in all levels */
+    struct dirent *entry;
+    int num = 0;
+    DIR *d = opendir(dir);
+    while (d && (entry = readdir(d)) != NULL) {
+        char path[1200];
+        snprintf(path, sizeof path, "%s/%s", dir, entry->d_name);
+        if (entry->d_name[0] == '.' && (!entry->d_name[1] || entry->d_name[1] == '.')) continue;
+        struct stat st;
+        CHECK_EQ_INT(stat(path, &st), 0);
+        num += S_ISDIR(st.st_mode) ? num_names(path) : 1;
+        CHECK_MSG(!S_ISDIR(st.st_mode) || num_names(path) > 0, "%s is empty", path);
+    }
+    if (d) closedir(d);
+    return num;
+}
+
+TEST(fsdpck, export_like_copies_files) {
+    fsdp_safetensors_entry e[2] = {tensor("a", FSDP_F32, 2, 3, 4, 0),
+                                   tensor("optim.state.a.step", FSDP_F64, 0, 0, 0, 0)};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char like[600], to[600], file[700], path[1300];
+    like_dir(like, e, 2); /* states there do not count */
+    store(like, "manifest.json", "x", 1);
+    snprintf(file, sizeof file, "%s/model.safetensors", like);
+    d.like = like;
+    CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "no"), &d, SAID), FSDP_ERR_CORRUPT);
+    says("manifest.json: "); /* a checkpoint of ours would be damaged */
+    snprintf(path, sizeof path, "%s/manifest.json", like);
+    CHECK_EQ_INT(unlink(path), 0);
+    d.file_name = "adapter_model.safetensors";
+    export_to(file, path_of(to, "to"), &d);
+    for (int i = 0; i < COPIED; i++) same_file(to, copied_files[i], like, copied_files[i]);
+    CHECK_EQ_INT(num_names(to), COPIED + 1);
+    fsdp_checkpoint_close(open_it(to));
+    snprintf(path, sizeof path, "%s/%s", to, d.file_name);
+    CHECK_EQ_INT(access(path, F_OK), 0);
+    d.like = file; /* a file has no others next to it */
+    export_to(file, path_of(to, "alone"), &d);
+    CHECK_EQ_INT(num_names(to), 1);
+    d.like = like;
+    static const char *const bad[] = {"x", ".safetensors", "a/b.safetensors",
+                                      "12345678901234567890123456789012345678901234567890123."
+                                      "safetensors"};
+    for (int i = 0; i < 4; i++) {
+        d.file_name = bad[i];
+        CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "x"), &d, SAID),
+                     FSDP_ERR_INVALID_ARG);
+        says("[E463]");
+    }
+    d.file_name = NULL, d.like = "";
+    CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E460] checkpoint_export: like is NULL, empty");
+    d.like = "/nowhere";
+    CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_IO);
+    says("/nowhere: there is no such file or directory");
+    d.like = like; /* a name that points at nothing */
+    snprintf(path, sizeof path, "%s/additional_chat_templates/link", like);
+    CHECK_EQ_INT(symlink("nothing", path), 0);
+    CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_IO);
+    says("additional_chat_templates/link: No such file");
+    CHECK_EQ_INT(access(to, F_OK), -1);
+    CHECK_EQ_INT(h_entries(h_tmpdir()), 2 + 3); /* like, to, alone */
+}
+
+static int may_lack_buffers(void *user, const char *name) {
+    (void)user;
+    return strstr(name, "inv_freq") != NULL;
+}
+/* Each difference fails by name before anything is written; another dtype is reported. */
+TEST(fsdpck, export_like_compares) {
+    static const struct {
+        const char *name;
+        fsdp_dtype dtype;
+        int ndim;
+        int64_t shape[3];
+        const char *says;
+    } rows[] = {
+        {"a", FSDP_F32, 2, {3, 4}, ""},
+        {"a",
+         FSDP_F32,
+         2,
+         {4, 3},
+         "[E491] checkpoint_export: 'a' is f32 [4, 3] in %s, and would be f32 [3, 4]: "},
+        {"a", FSDP_F32, 1, {3}, "is f32 [3] in %s, and would be f32 [3, 4]"},
+        {"a", FSDP_F32, 3, {3, 4, 1}, "is f32 [3, 4, 1] in %s, and would be "},
+        {"a",
+         FSDP_BF16,
+         2,
+         {3, 4},
+         "[E493] checkpoint_export: tensors with another dtype than in %s: 'a': choose dtype"},
+        {"c",
+         FSDP_F32,
+         2,
+         {3, 4},
+         "[E490] checkpoint_export: compared with %s, 1 tensors are missing: 'c', and 1 are extra: "
+         "'a': correct their names"},
+        {"a.inv_freq",
+         FSDP_F32,
+         1,
+         {2},
+         "0 tensors are missing, and 1 are "
+         "extra: 'a'"}};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char like[600], from[600], to[600], want[1500];
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const int64_t *shape = rows[i].shape;
+        fsdp_safetensors_entry e[2] = {
+            tensor(rows[i].name, rows[i].dtype, rows[i].ndim, shape[0], shape[1], shape[2]),
+            foreign("b", "U16", 1, 2, 0)};
+        fsdp_safetensors_entry f[2] = {tensor("a", FSDP_F32, 2, 3, 4, 0), e[1]};
+        store_tensors(h_tmpdir(), "like.safetensors", e, 2);
+        store_tensors(h_tmpdir(), "from.safetensors", f, 2);
+        d.like = path_of(like, "like.safetensors");
+        d.may_lack = may_lack_buffers;
+        path_of(from, "from.safetensors");
+        fsdp_status status = fsdp_checkpoint_export(from, path_of(to, i == 4 ? "bf16" : "to"), &d,
+                                                    SAID);
+        CHECK_STATUS(status, i == 0 || i == 4 ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+        snprintf(want, sizeof want, rows[i].says, like);
+#pragma GCC diagnostic pop
+        says(want);
+        if (!*want) CHECK_EQ_STR(said, "");
+        CHECK_EQ_INT(h_entries(h_tmpdir()), 2 + 2 + 1 + (i >= 4));
+    }
+    fsdp_safetensors_entry u[2] = {foreign("a", "U32", 1, 2, 0), foreign("b", "U16", 1, 2, 0)};
+    fsdp_safetensors_entry v[2] = {tensor("a", FSDP_I32, 1, 2, 0, 0),
+                                   foreign("b", "F8_E5M2", 1, 2, 0)};
+    store_tensors(h_tmpdir(), "like.safetensors", u, 2);
+    store_tensors(h_tmpdir(), "from.safetensors", v, 2);
+    CHECK_OK(fsdp_checkpoint_export(from, path_of(to, "other"), &d, SAID));
+    says("'a', 'b': choose dtype"); /* dtypes that the library does not have are told apart */
+}
+
+/* A matrix that one side lacks: tied if it has the bytes of an embedding. `where` writes both. */
+TEST(fsdpck, export_like_tied) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char like[600], from[600], to[600];
+    path_of(like, "like.safetensors"), path_of(from, "from.safetensors");
+    d.like = like;
+    for (int there = 0; there < 2; there++)
+        for (int equal = 0; equal < 2; equal++)
+            for (int name = 0; name < 3; name++)
+                for (int dim = 0; dim < 2; dim++) {
+                    static const char *const names[] = {"model.embed_tokens.weight",
+                                                        "transformer.wte.weight", "model.mlp.w"};
+                    fsdp_safetensors_entry both[2] = {
+                        tensor("lm_head.weight", FSDP_F32, 2 - dim, 5 + 10 * dim, 3, 0),
+                        tensor(names[name], FSDP_F32, 2 - dim, 5 + 10 * dim, 3, 0)};
+                    store_tensors(h_tmpdir(), there ? "like.safetensors" : "from.safetensors", both,
+                                  2);
+                    blob b = load(there ? like : from, "");
+                    memcpy(b.at + b.size - 60, b.at + b.size - 120, 60);
+                    b.at[b.size - 1] ^= !equal;
+                    store(there ? like : from, "", b.at, b.size);
+                    free(b.at);
+                    store_tensors(h_tmpdir(), there ? "from.safetensors" : "like.safetensors",
+                                  both + 1, 1);
+                    snprintf(to, sizeof to, "%s/%d%d%d%d", h_tmpdir(), there, equal, name, dim);
+                    fsdp_status status = fsdp_checkpoint_export(from, to, &d, SAID);
+                    CHECK_STATUS(status,
+                                 equal && name < 2 && !dim ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+                    if (status)
+                        says(there ? "1 tensors are missing: 'lm_head.weight'"
+                                   : "1 are extra: 'lm_head.weight'");
+                    if (status) continue;
+                    fsdp_checkpoint_tensor t, h;
+                    fsdp_checkpoint_reader *r = open_it(to), *old = open_it(from);
+                    float *e = floats_of(r, names[name], &t), *f = floats_of(old, names[name], &t);
+                    CHECK_EQ_MEM(e, f, 60);
+                    CHECK_STATUS(fsdp_checkpoint_tensor_at(r, 1 + there, &h), FSDP_ERR_INVALID_ARG);
+                    if (there) { /* OUT has both, with the weights of `from` */
+                        float *head = floats_of(r, "lm_head.weight", &h);
+                        CHECK_EQ_MEM(head, f, 60);
+                        free(head);
+                    }
+                    free(e), free(f);
+                    fsdp_checkpoint_close(r), fsdp_checkpoint_close(old);
+                }
+}
+
 /* Resharding a checkpoint of this library: all tensors, the step, the ranks whose blobs it has. */
 TEST(fsdpck, reshards) {
     static const struct {
@@ -1313,15 +1766,18 @@ static const struct {
     const char *name, *from;
     int ranks;
     int64_t limit;
-} exports[] = {{"one_file", "example/step-00000017", 0, 0},
-               {"index", "checkpoints/torch_consolidated", 0, 3000},
-               {"ours", "checkpoints/torch_fsdp_w3", 2, 0}};
+    const char *like;
+} exports[] = {{"one_file", "example/step-00000017", 0, 0, NULL},
+               {"index", "checkpoints/torch_consolidated", 0, 3000, NULL},
+               {"ours", "checkpoints/torch_fsdp_w3", 2, 0, NULL},
+               {"like", "checkpoints/transformers_gpt2", 0, 0, "checkpoints/transformers_gpt2"}};
 /* Each call fails in turn: the output is complete or does not exist, and nothing else is left. */
 TEST_P(fsdpck, file_calls_fail, exports) {
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
-    char from[600], out[600];
+    char from[600], out[600], like[600];
     faulty f = {0, -1, 0, EIO};
     int done = 0;
+    if (row->like) d.like = golden_path(like, row->like);
     golden_path(from, row->from);
     path_of(out, "out");
     d.num_ranks = row->ranks, d.max_file_bytes = row->limit;
@@ -1383,10 +1839,10 @@ static const char *tool(void) {
    Returns the exit status; -1: the output is not read. */
 static int start(int out, const char *word, va_list more) {
     char path[600];
-    char *argv[16];
+    char *argv[24];
     int n = 0, status = 0, file = out;
     argv[n++] = (char *)(uintptr_t)tool();
-    for (; word && n < 15; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
+    for (; word && n < 23; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
     argv[n] = NULL;
     if (out < 0) file = open(path_of(path, "said"), O_CREAT | O_TRUNC | O_RDWR, 0600);
     CHECK(file >= 0);
@@ -1622,7 +2078,118 @@ TEST(fsdpck_tool, export_and_import) {
     CHECK_EQ_INT(RUN("export", from, path_of(again, "average"), "--ema=slow"), 2);
     says("(state 'ema.slow')");
     CHECK_EQ_INT(RUN("export", from, path_of(again, "x"), "--skip="), 2);
-    says("--skip: expected a name, at most 64 times");
+    says("--skip: expected a name with at most one *, at most 64 times");
+}
+
+/* The tool's options: GPT-2 of transformers, transposed, cut into parts that are called otherwise, and
+   back into its layout. */
+TEST(fsdpck_tool, export_like) {
+    char gpt2[600], turned[600], cut[600], back[600], want[1400];
+    golden_path(gpt2, "checkpoints/transformers_gpt2");
+    CHECK_EQ_INT(RUN("export", gpt2, path_of(turned, "turned"), "--transpose", "*.c_attn.weight",
+                     "--rename", "transformer.*=*", "--file", "gpt.safetensors"),
+                 0);
+    CHECK_EQ_INT(RUN("ls", turned), 0);
+    says("  h.0.attn.c_attn.weight  F32 [24, 8]\n");
+    CHECK_EQ_INT(h_entries(turned), 2 + 1);
+    snprintf(want, sizeof want, "%s/gpt.safetensors", turned);
+    CHECK_EQ_INT(access(want, F_OK), 0);
+    CHECK_EQ_INT(RUN("export", turned, path_of(cut, "cut"), "--rename",
+                     "h.*.attn.c_attn.weight=h.*.q,h.*.k,h.*.v",
+                     "--rename=h.*.attn.c_attn.bias=h.*.qb,h.*.kb,h.*.vb"),
+                 0);
+    CHECK_EQ_INT(RUN("ls", cut), 0);
+    says("  h.1.k  F32 [8, 8]\n");
+    says("  h.1.vb  F32 [8]\n");
+    CHECK_EQ_INT(RUN("export", cut, path_of(back, "back"), "--like", gpt2), 2);
+    says("[E490] checkpoint_export: compared with ");
+    CHECK_EQ_INT(access(back, F_OK), -1);
+    CHECK_EQ_INT(RUN("export", cut, back, "--like", gpt2, "--rename",
+                     "h.*.q,h.*.k,h.*.v=h.*.attn.c_attn.weight", "--rename",
+                     "h.*.qb,h.*.kb,h.*.vb=h.*.attn.c_attn.bias", "--prefix=transformer."),
+                 2);
+    says("[E491] checkpoint_export: 'transformer.h.0.attn.c_attn.weight' is f32 [8, 24] in ");
+    CHECK_EQ_INT(RUN("export", cut, back, "--like", gpt2, "--rename",
+                     "h.*.q,h.*.k,h.*.v=h.*.attn.c_attn.weight", "--rename",
+                     "h.*.qb,h.*.kb,h.*.vb=h.*.attn.c_attn.bias", "--prefix=transformer.",
+                     "--transpose=*attn.c_attn.weight", "--dtype=f32"),
+                 0);
+    CHECK_EQ_STR(said, "");
+    CHECK_EQ_INT(RUN("diff", gpt2, back), 0);
+    same_file(gpt2, "config.json", back, "config.json");
+    same_file(gpt2, "generation_config.json", back, "generation_config.json");
+    CHECK_EQ_INT(h_entries(back), 2 + 3);
+    CHECK_EQ_INT(RUN("export", back, path_of(cut, "bf16"), "--like", gpt2, "--dtype=bf16"), 0);
+    says("fsdpck: [E493] checkpoint_export: tensors with another dtype than in ");
+    CHECK_EQ_INT(RUN("export", back, path_of(cut, "less"), "--skip=*.ln_f.weight", "--skip",
+                     "transformer.ln_f.bias*", "--like", gpt2),
+                 0);
+    CHECK_EQ_INT(RUN("ls", cut), 0); /* --skip counts on both sides */
+    CHECK(!strstr(said, "ln_f") && strstr(said, "ln_1"));
+    /* with --like a tensor is cut as there: 2 of 3 rows of "h" are those of "a" */
+    fsdp_safetensors_entry e[2] = {tensor("a", FSDP_F32, 1, 2, 0, 0),
+                                   tensor("b", FSDP_F32, 1, 1, 0, 0)};
+    fsdp_safetensors_entry h[1] = {tensor("h", FSDP_F32, 1, 3, 0, 0)};
+    store_tensors(h_tmpdir(), "a.safetensors", e, 2);
+    store_tensors(h_tmpdir(), "h.safetensors", h, 1);
+    path_of(turned, "a.safetensors"), path_of(back, "h.safetensors");
+    CHECK_EQ_INT(RUN("export", back, path_of(cut, "ab"), "--rename=h=a,b", "--like", turned), 0);
+    CHECK_EQ_INT(RUN("diff", cut, turned), 0); /* the formula gives equal values */
+    CHECK_EQ_INT(RUN("export", back, path_of(cut, "no"), "--rename=h=a,b"), 2);
+    says("[E484] checkpoint_export: source takes 'h' apart into 2 tensors, whose rows are not its "
+         "3");
+}
+
+TEST(fsdpck_tool, export_options) {
+    static const char *const rules[] = {"x",      "=x",   "x=",   "a,b=c,d", "a**=b", "a=b*",
+                                        "a*,b=c", "a,=b", "a=b,", "a=*b*",   ",=a",   "*a,*b=**"};
+    char gpt2[600], long_name[600], out[600];
+    golden_path(gpt2, "checkpoints/transformers_gpt2");
+    path_of(out, "out");
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
+        CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", rules[i]), 2);
+        says("[E469] --rename: expected FROM=TO, with a list of names A,B on at most one side");
+    }
+    memset(long_name, 'x', 520);
+    long_name[520] = 0;
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--prefix", long_name), 2);
+    says("[E498] 'transformer.h.0.attn.c_attn.bias' gets more than 8 names, or one of more than "
+         "511");
+    memcpy(long_name, "*=", 2);
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", long_name), 2);
+    says("[E498] 'transformer.h.0.attn.c_attn.bias' gets more than 8 names");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", "*ln_f.bias=a,b,c,d,e,f,g,h,i"), 2);
+    says("'transformer.ln_f.bias' gets more than 8 names");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", "transformer.ln_f.bias,nothing=x"), 2);
+    says("[E496] --rename transformer.ln_f.bias,nothing=x: 'transformer.ln_f.bias' fits, and "
+         "'nothing' is not there");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", "h.*=x.*"), 2);
+    says("[E499] --rename h.*=x.*: no tensor of ");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--transpose", "ln*"), 2);
+    says("[E499] --transpose ln*: no tensor of ");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--transpose=*.bias"), 2);
+    says("[E486] checkpoint_export: ");
+    says(", transposed, expected row 0 next");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--with-optimizer", "--prefix=a."), 2);
+    says("[E469] --with-optimizer: expected no --rename, --prefix or --transpose");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--like="), 2);
+    says("[E469] --like: expected a directory");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--transpose", "*.c_attn.*"), 2);
+    says("[E469] --transpose: expected a name with at most one *, at most 64 times");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--prefix="), 2);
+    says("[E469] --prefix: expected a text");
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--file=x.bin"), 2);
+    says("[E463] checkpoint_export: ");
+    CHECK_EQ_INT(RUN("import", gpt2, out, "--like", gpt2), 2);
+    says("[E468] unknown option '--like'");
+    CHECK_EQ_INT(access(out, F_OK), -1);
+    /* the first rule counts; a name with two fitting places; states keep their names */
+    CHECK_EQ_INT(RUN("export", gpt2, out, "--rename", "*h.1.ln_1.bias=first", "--rename",
+                     "*.ln_1.bias=second"),
+                 0);
+    CHECK_EQ_INT(RUN("ls", out), 0);
+    says("  first  F32 [8]\n");
+    says("  second  F32 [8]\n");
 }
 
 /* No byte of a name that moves a cursor reaches the terminal, also in error texts. */

@@ -800,11 +800,13 @@ static fsdp_status spread_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm
 static const struct {
     const char *name;
     int spread, lanes;
-    const char *variable, *expected;
+    const char *variable, *expected; /* variable: a value, or NAME=VALUE */
 } runs[] = {
     {"default", 0, 0, NULL, "inline, by default"},
     {"asked", 0, 1, NULL, "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
     {"variable", 0, 0, "2", "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+    {"old_name", 0, 0, "FSDP_LANES=2", "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+    {"old_name_inline", 1, 0, "FSDP_LANES=0", "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
     {"spread", 1, 0, NULL, "in two worker threads, as this test has it"},
     {"spread_empty", 1, 0, "", "in two worker threads, as this test has it"},
     {"spread_inline", 1, -1, NULL, "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
@@ -822,7 +824,9 @@ static void how_it_runs(int rank, int world, void *arg) {
     ops.open = spread_open;
     d.comm_threads = runs[k].lanes;
     if (runs[k].spread) d.comm_ops = &ops;
-    if (runs[k].variable) CHECK_EQ_INT(setenv("FSDP_COMM_THREADS", runs[k].variable, 1), 0);
+    const char *value = runs[k].variable;
+    if (value && strchr(value, '=')) CHECK_EQ_INT(putenv((char *)(uintptr_t)value), 0);
+    else if (value) CHECK_EQ_INT(setenv("FSDP_COMM_THREADS", value, 1), 0);
     CALL(NULL, fsdp_init(&d, &w));
     CALL(w, fsdp_model_create(w, NULL, &model));
     (void)fsdp_model_describe(model, text, sizeof text);
@@ -833,6 +837,7 @@ static void how_it_runs(int rank, int world, void *arg) {
 }
 TEST_P(faults, lanes_by_default, runs) {
     unsetenv("FSDP_COMM_THREADS");
+    unsetenv("FSDP_LANES");
     h_ranks_proc(2, how_it_runs, (void *)(uintptr_t)(row - runs));
 }
 

@@ -272,7 +272,8 @@ static void model_step(const toy *t, int s, int64_t not_before, model *m) {
 static const struct {
     const char *name;
     int run;
-} runs[] = {{"inline", FSDP_RUN_INLINE}, {"lanes", FSDP_RUN_THREADS}, {"streams", FSDP_RUN_STREAMS}};
+} runs[] = {
+    {"inline", FSDP_RUN_INLINE}, {"lanes", FSDP_RUN_THREADS}, {"streams", FSDP_RUN_STREAMS}};
 
 TEST_P(why, sum_rule, runs) {
     static toy t;
@@ -886,11 +887,41 @@ TEST(why, microbatches) {
 
 /* ---- lines ----------------------------------------------------------------------------------- */
 
-/* No line is longer than 100 columns. */
+/* No line is longer than 100 columns, and no number is in another line than its unit. */
 static void check_lines(const char *text) {
-    for (const char *line = text; *line; line += strcspn(line, "\n"), line += *line != 0)
+    for (const char *line = text; *line; line += strcspn(line, "\n"), line += *line != 0) {
+        static const char *const units[] = {"ms", "%", "B", "kB", "MB", "GB", "TB"};
+        const char *word = line + strspn(line, " ");
+        const int follows = line - text > 1 && line[-2] >= '0' && line[-2] <= '9';
         CHECK_MSG(strcspn(line, "\n") <= FSDPI_WHY_COLUMNS, "%d columns: %s",
                   (int)strcspn(line, "\n"), text);
+        for (size_t i = 0; i < sizeof units / sizeof *units && follows; i++)
+            CHECK_MSG(strcspn(word, " ,;:.)\n") != strlen(units[i]) ||
+                          strncmp(word, units[i], strlen(units[i])) != 0,
+                      "%s without its number: %s", units[i], text);
+    }
+}
+/* Wherever the end of a line falls. */
+TEST(why, numbers_stay_with_their_units) {
+    static const char *const units[] = {"ms", "% of", "B,", "kB =", "MB)", "GB;", "TB: x"};
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++)
+        for (int before = 0; before < 120; before++)
+            for (int digits = 1; digits < 9; digits++) {
+                char at[600] = "", plain[300];
+                fsdpi_why_text t = {at, sizeof at, 0, 0, 0, 0, 0};
+                snprintf(plain, sizeof plain, "%.*s %.*s %s", before,
+                         "words of several sizes a b c d e f g and so on, to fill a line whose end "
+                         "may fall anywhere in the number and its unit, or before",
+                         digits, "123456.7", units[i]);
+                fsdpi_why_say(&t, "%s\n", plain);
+                check_lines(at);
+                for (char *from = at, *to = at; (*to = *from) != 0;) { /* nothing else changed */
+                    if (*from == '\n' && from[1]) from += strspn(from, "\n "), *to++ = ' ';
+                    else from++, to++;
+                }
+                at[strlen(at) - 1] = 0;
+                CHECK_EQ_STR(at, plain);
+            }
 }
 
 static void draw_name(uint64_t seed, char *out, int most) {

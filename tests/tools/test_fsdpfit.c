@@ -409,7 +409,8 @@ TEST_P(fsdpfit, predicts_allocations_on_streams, streams) {
         snprintf(w_case, sizeof w_case, "net %d of %d ranks", i, row->ranks);
         CHECK_MSG(fit_net(&n, row->ranks, "--streams --optimizer none") == 0, "%s", output);
         as_the_tool_says(&memory, 0, 0);
-        CHECK_MSG(fit("%s %s --no-sync %d --optimizer none", path_of("net"), command, n.before) == 0,
+        CHECK_MSG(fit("%s %s --no-sync %d --optimizer none", path_of("net"), command, n.before) ==
+                      0,
                   "%s: %s", command, output);
         as_the_tool_says(&memory, 0, 0);
         if (!with_muon) continue;
@@ -590,6 +591,33 @@ TEST(fsdpfit, states_are_no_parameters) {
     says(" optim.state.layers.*.w.slow.ema");
 }
 
+/* Averages of the weights, as DeepSpeed, timm, diffusers, Lightning and others name them. A layer
+   whose name has "ema" in it is a parameter. */
+TEST(fsdpfit, averages_are_no_parameters) {
+    static const char *const averages[] = {"module_ema.layers.0.w", "model_ema.layers.0.w",
+                                           "module.ema.layers.0.w", "ema.layers.0.w",
+                                           "ema_model.layers.0.w",  "state_dict_ema.layers.0.w",
+                                           "net_ema.layers.0.w",    "ema_weights.layers.0.w",
+                                           "swa_model.layers.0.w",  "averaged_model.layers.0.w",
+                                           "shadow_params.0",       "model_swa.layers.0.w"};
+    static const char *const layers[] = {"layers.0.ema_gate.w", "schema.w", "ema_gate.w",
+                                         "layers.0.module_ema.w", "emantics.w"};
+    two_layers();
+    const int64_t need = need_of("model.safetensors");
+    for (size_t i = 0; i < sizeof averages / sizeof *averages; i++) {
+        two_layers();
+        tensor(FSDP_F32, 2, 32, 32, "%s", averages[i]);
+        CHECK_EQ_INT(need_of("average.safetensors"), need);
+        says("left out: 1 tensors, 4.00 KiB: states of a training: ");
+    }
+    for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
+        two_layers();
+        tensor(FSDP_F32, 2, 32, 32, "%s", layers[i]);
+        CHECK(need_of("layer.safetensors") > need);
+        CHECK_MSG(!strstr(output, "left out:"), "%s", output);
+    }
+}
+
 TEST(fsdpfit, buffers_are_named_and_left_out) {
     two_layers();
     const int64_t need = need_of("model.safetensors");
@@ -597,6 +625,7 @@ TEST(fsdpfit, buffers_are_named_and_left_out) {
     tensor(FSDP_F32, 1, 32, 0, "bn.running_mean");
     tensor(FSDP_F32, 1, 32, 0, "bn.running_var");
     tensor(FSDP_I64, 1, 1, 0, "bn.num_batches_tracked");
+    tensor(FSDP_F32, 1, 64, 0, "codes.ema_cluster_size");
     tensor(FSDP_F32, 1, 16, 0, "layers.0.rotary_emb.inv_freq");
     tensor(FSDP_F32, 2, 64, 64, "layers.0.attn.bias"); /* a mask */
     CHECK_EQ_INT(need_of("buffers.safetensors"), need);
@@ -707,7 +736,8 @@ static const struct {
     {"stages of which half are alike",
      {"layers.{0,1}.blocks.{0,1}.mlp.w*8", "layers.2.blocks.{0,1}.mlp.w*9",
       "layers.3.blocks.{0-2}.mlp.w*10"},
-     "layers.0.blocks.0, and 3 alike layers.2.blocks.0, and 1 alike layers.3.blocks.0, and 2 alike"},
+     "layers.0.blocks.0, and 3 alike layers.2.blocks.0, and 1 alike layers.3.blocks.0, and 2 "
+     "alike"},
     {"heads", {"heads.{0-3}.weight*8", "layers.{0,1}.w*8"}, "root layers.0, and 1 alike"}};
 
 static void expand(const char *format) {
@@ -838,7 +868,8 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
     says("  sync on in all microbatches\n");
     CHECK_EQ_INT(fit("%s --ranks 16 --no-sync 3 --limit %lld", path, kept - (2LL << 30)), 1);
     int enough = ranks_in_place_of_16(output); /* with their unreduced gradients */
-    CHECK_EQ_INT(fit("%s --ranks %d --no-sync 3 --limit %lld", path, enough, kept - (2LL << 30)), 0);
+    CHECK_EQ_INT(fit("%s --ranks %d --no-sync 3 --limit %lld", path, enough, kept - (2LL << 30)),
+                 0);
     /* That number of ranks fits, and one shard less does not. */
     enough = ranks_in_place_of_16(all);
     CHECK(enough > 16 && enough % 2 == 0);
