@@ -68,13 +68,13 @@ typedef struct fsdpi_transport {
 
     /* Move. `show` sends c->now to the ranks that take part in the call, and may start work that
        can run meanwhile. `hear` waits until their signatures lie at c->shown. op and span are NULL
-       for a split. When `move` is called, every argument is checked, and every rank makes the same
-       call. `settle` (may be NULL) comes last, also after a failure: afterwards no work of this
-       call is outstanding. If `show` and `hear` are NULL, there are no other ranks to compare with,
-       and `ask` is NULL, too. */
+       for a split. When `move_data` is called, every argument is checked, and every rank makes the
+       same call. `settle` (may be NULL) comes last, also after a failure: afterwards no work of
+       this call is outstanding. If `show` and `hear` are NULL, there are no other ranks to compare
+       with, and `ask` is NULL, too. */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
-    fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*move_data)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
     /* Failure: the first error of the world, equal on all ranks. `tell` sets it, if there is none
@@ -671,7 +671,7 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_make_key(&c->now, op);
     fsdpi_comm_begin(c);
     if (!c->world->is_trusting) status = fsdpi_comm_meet(c, op, &span);
-    if (!status) status = transport->move(c, op, &span);
+    if (!status) status = transport->move_data(c, op, &span);
     return fsdpi_comm_end(c, status);
 }
 

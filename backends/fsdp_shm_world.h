@@ -13,6 +13,7 @@
 #include "../src/base/hash.h"
 #include "../src/base/macros.h"
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/reduce.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
@@ -137,7 +138,7 @@ typedef struct fsdpi_shm_comm {
     uint32_t calls;         // number of sends and recvs so far
     uint32_t theirs;        // number of the other member's call for this rank; 0: not yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
-    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
+    uint64_t small_sums[FSDPI_SHM_SMALL / sizeof(uint64_t)];
     uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call for this rank
 } fsdpi_shm_comm;
 
@@ -748,10 +749,10 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
     if (c->base.size == 1 && op->scale == 1.0) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
+        fsdpi_reduce(c->small_sums, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
                      op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
-        if (!status) memcpy(op->dst, c->small, count * bytes);
+        if (!status) memcpy(op->dst, c->small_sums, count * bytes);
         return status;
     }
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
@@ -1002,8 +1003,7 @@ static int fsdpi_shm_socket(void) {
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
                                    uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, listener, NULL, NULL,
-                                         (long)(SOCK_CLOEXEC | SOCK_NONBLOCK)));
+    int fd = fsdpi_accept(listener);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_text t = {answer.reason, sizeof answer.reason, 0};

@@ -34,6 +34,8 @@ struct fsdpi_timespec {
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
+extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
+                           struct fsdpi_timespec *left) __asm__("nanosleep");
 
 static int64_t fsdpi_monotonic_ns(void *user) {
     struct fsdpi_timespec t;
@@ -48,6 +50,13 @@ static int64_t fsdpi_system_ns(int clock) {
     struct fsdpi_timespec t = {0, 0};
     (void)fsdpi_syscall(SYS_clock_gettime, clock, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
+    struct fsdpi_timespec t;
+    t.tv_sec = (long)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    (void)fsdpi_nanosleep(&t, NULL);
 }
 
 // Sleeps while *word == expected, at most timeout_ns, and may return early without a reason.
@@ -181,19 +190,20 @@ static const char *fsdpi_env(const char *name) {
     return text && *text ? text : NULL;
 }
 
-// An integer from min to max; a flag is 0 or 1. If the variable is not set, *out stays as it is.
+// An integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as it is.
 // After a failure *error has the text.
-static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
+static fsdp_status fsdpi_env_int(const char *name, int least, int most, int *out,
+                                 fsdpi_text *error) {
     const char *text = fsdpi_env(name);
     if (!text) return FSDP_OK;
     char *end;
     long value = strtol(text, &end, 10);
-    if (!*end && value >= min && value <= max) {
+    if (!*end && value >= least && value <= most) {
         *out = (int)value;
         return FSDP_OK;
     }
     fsdpi_text_add(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
-                   text, min, max);
+                   text, least, most);
     return FSDP_ERR_INVALID_ARG;
 }
 

@@ -16,14 +16,14 @@
 
 struct fsdp_adamw {
     fsdpi_optim base;
-    fsdp_adamw_hyper hyper;
+    fsdp_adamw_hyper hypers;
     fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for update number scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 };
 
 struct fsdp_sgd {
     fsdpi_optim base;
-    fsdp_sgd_hyper hyper;
+    fsdp_sgd_hyper hypers;
 };
 
 // AdamW. A group's scalars are computed again if its t or the step's lr has changed.
@@ -32,10 +32,10 @@ static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
     int group = run->first->group;
     if (opt->scalars_step[group] != run->step) {
-        opt->hyper.lr = lr;
-        opt->hyper.weight_decay = o->groups[group].weight_decay;
-        opt->hyper.step = run->step;
-        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
+        opt->hypers.lr = lr;
+        opt->hypers.weight_decay = o->groups[group].weight_decay;
+        opt->hypers.step = run->step;
+        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hypers);
         opt->scalars_step[group] = run->step;
     }
     u->kind = FSDP_UPDATE_ADAMW;
@@ -94,9 +94,9 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
                                     d.user, &base);
     if (status) return status;
     *opt = (fsdp_adamw *)(void *)base;
-    (*opt)->hyper.beta1 = d.beta1;
-    (*opt)->hyper.beta2 = d.beta2;
-    (*opt)->hyper.eps = d.eps;
+    (*opt)->hypers.beta1 = d.beta1;
+    (*opt)->hypers.beta2 = d.beta2;
+    (*opt)->hypers.eps = d.eps;
     const double given[] = {d.beta1, d.beta2, d.eps};
     status = fsdpi_optim_agree(base, given, sizeof given);
     if (status) fsdp_adamw_destroy(*opt), *opt = NULL;
@@ -125,11 +125,11 @@ FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
 
 // SGD.
 static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
-    fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
-    hyper.lr = lr;
-    hyper.weight_decay = o->groups[run->first->group].weight_decay;
-    hyper.step = run->step;
-    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hyper);
+    fsdp_sgd_hyper hypers = ((fsdp_sgd *)(void *)o)->hypers;
+    hypers.lr = lr;
+    hypers.weight_decay = o->groups[run->first->group].weight_decay;
+    hypers.step = run->step;
+    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hypers);
     u->kind = FSDP_UPDATE_SGD;
     memcpy(u->scalars, &k, sizeof k);
 }
@@ -177,9 +177,9 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
                                     d.user, &base);
     if (status) return status;
     *opt = (fsdp_sgd *)(void *)base;
-    (*opt)->hyper.momentum = d.momentum;
-    (*opt)->hyper.dampening = d.dampening;
-    (*opt)->hyper.nesterov = d.nesterov;
+    (*opt)->hypers.momentum = d.momentum;
+    (*opt)->hypers.dampening = d.dampening;
+    (*opt)->hypers.nesterov = d.nesterov;
     const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
     status = fsdpi_optim_agree(base, given, sizeof given);
     if (status) fsdp_sgd_destroy(*opt), *opt = NULL;

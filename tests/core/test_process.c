@@ -114,11 +114,11 @@ TEST_P(descriptors, closed, closings, NCCL) {
 /* Count the library's calls of pread and pwrite, and those on the descriptors that a program
    prints to. */
 static int file_calls, low_calls;
-ssize_t pwrite64(int fd, const void *data, size_t nbytes, off64_t at) {
+ssize_t pwrite(int fd, const void *data, size_t nbytes, off_t at) {
     file_calls++, low_calls += fd < 3;
     return (ssize_t)syscall(SYS_pwrite64, fd, data, nbytes, at);
 }
-ssize_t pread64(int fd, void *data, size_t nbytes, off64_t at) {
+ssize_t pread(int fd, void *data, size_t nbytes, off_t at) {
     file_calls++, low_calls += fd < 3;
     return (ssize_t)syscall(SYS_pread64, fd, data, nbytes, at);
 }
