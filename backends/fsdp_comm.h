@@ -97,8 +97,8 @@ struct fsdpi_comm_world {
     fsdp_boot boot;
     const fsdpi_transport *transport;
     fsdp_caps caps;
-    const uint32_t *failed; // not 0: the world has failed, or is failing; NULL: not connected
-    fsdpi_activity *trace;  // this rank's activity, for other ranks; NULL: the backend tracks it
+    const uint32_t *failed; // [release] not 0: the world fails, or has failed; NULL: not connected
+    fsdpi_activity *trace;  // [release] this rank's activity; NULL: the backend tracks it
     int64_t open_ns;        // time at which open began: one deadline applies to all of it
     int is_trusting;        // 1: ranks do not compare their calls
     fsdpi_chunks chunks;

@@ -54,29 +54,35 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
 // One rank in a group; whole cache lines.
 typedef struct fsdpi_shm_place {
-    uint64_t record[FSDPI_RECORD_WORDS];
-    uint32_t arrived; // number of the last barrier at which this rank has arrived
+    uint64_t record[FSDPI_RECORD_WORDS]; // [relaxed]
+    uint32_t arrived; // [release] number of the last barrier at which this rank has arrived
     uint32_t pad0[15 - sizeof(fsdpi_signature) / 4 % 16];
     // send and recv
-    uint64_t call;         // the last call: its number, and in the low half the other member
-    uint32_t done;         // number of the last call that this rank has finished
-    uint32_t bell, asleep; // incremented by another member; 1: this rank sleeps on it
-    uint32_t closed;       // 1: it has left the group
+    uint64_t call;   // [release] the last call: its number, and in the low half the other member
+    uint32_t done;   // [release] number of the last call that this rank has finished
+    uint32_t bell;   // [seq_cst] incremented by another member
+    uint32_t asleep; // [seq_cst] 1: this rank sleeps on the bell
+    uint32_t closed; // [release] 1: it has left the group
     uint32_t pad1[10];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` counts all
    arrivals so far, modulo 2^32. The arrival that makes it size * number opens barrier `number`. */
 typedef struct fsdpi_shm_group {
-    uint32_t count, pad0[15];
-    uint32_t generation, pad1[15];     // number of the last barrier that is open; ranks sleep on it
-    uint32_t sleepers, refs, pad2[14]; // refs: processes
+    uint32_t count; // [release]
+    uint32_t pad0[15];
+    uint32_t generation; // [release, seq_cst] the last barrier that is open; ranks sleep on it
+    uint32_t pad1[15];
+    uint32_t sleepers; // [seq_cst]
+    uint32_t refs;     // [release] processes
+    uint32_t pad2[14];
 } fsdpi_shm_group;
 
 // One rank in the world.
 typedef struct fsdpi_shm_peer {
     fsdpi_activity trace;
-    uint32_t state, pid;
+    uint32_t state; // [release] FSDPI_SHM_...
+    uint32_t pid;
 } fsdpi_shm_peer;
 
 // Threads: a block of the heap that peers use, too, from FSDPI_ALIGN bytes after its start on.
@@ -96,10 +102,10 @@ typedef struct fsdpi_shm_remote {
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // processes: file offset of the next group's block
-    uint32_t refs;
+    uint64_t top;  // [relaxed] processes: file offset of the next group's block
+    uint32_t refs; // [release]
     int32_t size;
-    uint32_t failed; // 1: a rank is writing `verdict`, 2: it is written
+    uint32_t failed; // [release] 1: a rank is writing `verdict`, 2: it is written
     fsdpi_failure verdict;
     // threads
     fsdpi_shm_block *blocks;
@@ -347,7 +353,7 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
     c->other = NULL;
     c->barrier++;
-    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
+    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELEASE);
     if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
         c->barrier * (uint32_t)c->base.size)
         return;

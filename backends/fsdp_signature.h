@@ -41,9 +41,10 @@ typedef struct fsdpi_signature {
 
 // A rank's current activity, which other ranks read if it is missing.
 typedef struct fsdpi_activity {
-    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
-    uint32_t busy, writing;            // number of current operations; 1: `last` is being written
-    uint32_t waits;                    // 1 + the rank for which it waits; 0: not known
+    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm, written word by word
+    uint32_t busy;                     // [relaxed, release] number of current operations
+    uint32_t writing;                  // [release] 1: `last` is being written
+    uint32_t waits;                    // [release] 1 + the rank for which it waits; 0: not known
 } fsdpi_activity;
 
 enum { FSDPI_PEER_ABSENT, FSDPI_PEER_JOINED, FSDPI_PEER_LEFT, FSDPI_PEER_LOST };

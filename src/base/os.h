@@ -84,6 +84,13 @@ static inline void fsdpi_pause(void) {
 #define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
+// Other threads and processes see earlier writes before later ones.
+static inline void fsdpi_release_fence(void) {
+#ifndef __SANITIZE_THREAD__ // gcc warns that it does not know fences
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+#endif
+}
+
 // AddressSanitizer stops a program that touches poisoned memory.
 #if defined(__SANITIZE_ADDRESS__)
 #define FSDPI_ASAN 1
