@@ -248,7 +248,7 @@ static int fsdpi_shm_live(fsdpi_shm_world *w) {
     int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
     void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
     int kept = life != MAP_FAILED &&
-               !fsdpi_syscall(SYS_madvise, life, w->page, 10L /* MADV_DONTFORK */) &&
+               !fsdpi_madvise(life, w->page, 10 /* MADV_DONTFORK */) &&
                !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
     if (kept) w->life = life;
     else if (life != MAP_FAILED) (void)munmap(life, w->page);

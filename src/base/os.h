@@ -34,6 +34,7 @@ struct fsdpi_timespec {
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
+extern int fsdpi_madvise(void *at, size_t bytes, int advice) __asm__("madvise");
 extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
                            struct fsdpi_timespec *left) __asm__("nanosleep");
 
@@ -148,13 +149,20 @@ static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
-// A word that is `value` in this process and 0 in every child that it forks; NULL: no memory.
+// Two words. The first one is `value` in this process, and fsdpi_fork_value reads it as 0 in every
+// child that it forks. The second one is 0 if the kernel clears both in a child, else the owner's
+// process: then each read is a system call. NULL: no memory.
 static uint32_t *fsdpi_fork_word(uint32_t value) {
-    void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
-    if (word == MAP_FAILED) return NULL;
-    (void)fsdpi_syscall(SYS_madvise, word, sizeof value, 18L /* MADV_WIPEONFORK */);
-    *(uint32_t *)word = value;
-    return (uint32_t *)word;
+    const size_t bytes = 2 * sizeof value;
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
+    if (at == MAP_FAILED) return NULL;
+    uint32_t *word = (uint32_t *)at;
+    word[1] = fsdpi_madvise(at, bytes, 18 /* MADV_WIPEONFORK */) ? (uint32_t)getpid() : 0;
+    word[0] = value;
+    return word;
+}
+static uint32_t fsdpi_fork_value(const uint32_t *word) {
+    return word[1] && word[1] != (uint32_t)getpid() ? 0 : FSDPI_LOAD(word);
 }
 
 // Returns 0 if the system has no random bits yet, soon after its start; it does not wait.
