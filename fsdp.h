@@ -1646,13 +1646,13 @@ template <class T> inline T *fsdp_view_grad_as(const fsdp_param_view *view) {
    strict C99 hides: fsdpi_syscall reaches those. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
+#include "src/base/platform.h" // undefines FSDP_IMPLEMENTATION where the library does not run
+#endif
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
 #include "src/base/reduce.h"
 #include "src/core/shard_math.h"
 #ifndef FSDP_MATH_ONLY
-#ifndef __linux__
-#error "fsdp.h runs on Linux; elsewhere define FSDP_MATH_ONLY: its pure functions alone"
-#endif
 #include "src/core/attach.h"
 #include "src/core/clip.h"
 #include "src/core/extend.h"

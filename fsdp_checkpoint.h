@@ -50,6 +50,9 @@
 
 #ifndef FSDP_CHECKPOINT_H
 #define FSDP_CHECKPOINT_H
+#ifdef FSDP_MATH_ONLY
+#error "fsdp_checkpoint.h has no pure functions: with FSDP_MATH_ONLY leave it out"
+#else
 
 #ifdef __cplusplus
 extern "C" {
@@ -375,12 +378,14 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 #ifdef __cplusplus
 }
 #endif
+#endif // FSDP_MATH_ONLY
 #endif // FSDP_CHECKPOINT_H
 
 /* ============================================================================================ */
 /* Implementation: the parts that no other part includes. */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED)
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED) && \
+    !defined(FSDP_MATH_ONLY)
 #define FSDP_CHECKPOINT_IMPLEMENTED
 #include "src/checkpoint/export.h"
 #include "src/checkpoint/api.h"

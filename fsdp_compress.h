@@ -41,7 +41,9 @@
 
 #ifndef FSDP_COMPRESS_H
 #define FSDP_COMPRESS_H
-#ifndef FSDP_MATH_ONLY
+#ifdef FSDP_MATH_ONLY
+#error "fsdp_compress.h has no pure functions: with FSDP_MATH_ONLY leave it out"
+#else
 
 #ifdef __cplusplus
 extern "C" {

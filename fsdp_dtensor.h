@@ -190,32 +190,32 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
 /* fsdp_loss_parallel_max  - the largest logit of each row on this rank
    fsdp_loss_parallel_sums - what the loss needs to know about each row on this rank
    fsdp_loss_parallel_grad - the gradient of the logits
-       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce: MAX
-       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce: SUM
+       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, maxima);           // all-reduce: MAX
+       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, maxima, sums); // all-reduce: SUM
        loss[i] = logf(sums[i]) - sums[rows + i];                           // of each row
-       fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, max, sums, dout);
+       fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, maxima, sums, dout);
    They are loops over host memory. On a GPU kernels of yours do the same
    logits      [rows][cols] of a floating dtype: this rank's classes first .. first + cols - 1. cols
                may be 0. Arithmetic is in f64, results are rounded once
    targets     [rows] the class of each row. A row whose target no rank has is ignored: give it 0 in
                dout, and leave its loss out
-   max         [rows] out of max: -infinity if cols is 0; in of the others: that of all ranks
-   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on
-               this rank, else 0. In of grad: their sums over all ranks
+   maxima      [rows] out of max: -infinity if cols is 0; in of the others: that of all ranks
+   sums        [2][rows] out of sums: the sum of exp(x - maximum); x - maximum of the target if it
+               is on this rank, else 0. In of grad: their sums over all ranks
    dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
-   grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
+   grad        [rows][cols] out: (exp(x - maximum) / sum - [target]) * dout. It may be logits
    Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, NULL that is not empty)
    Thread      any
    Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
                three: the logit of the target travels with the sum */
 FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype, int64_t rows,
-                                            int64_t cols, float *max);
+                                            int64_t cols, float *maxima);
 FSDP_API fsdp_status fsdp_loss_parallel_sums(const void *logits, fsdp_dtype dtype, int64_t rows,
                                              int64_t cols, int64_t first, const int64_t *targets,
-                                             const float *max, float *sums);
+                                             const float *maxima, float *sums);
 FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsdp_dtype dtype,
                                              int64_t rows, int64_t cols, int64_t first,
-                                             const int64_t *targets, const float *max,
+                                             const int64_t *targets, const float *maxima,
                                              const float *sums, const float *dout);
 
 /* -------------------------------------------------------------------------------------------- */

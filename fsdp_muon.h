@@ -61,7 +61,9 @@
 
 #ifndef FSDP_MUON_H
 #define FSDP_MUON_H
-#ifndef FSDP_MATH_ONLY
+#ifdef FSDP_MATH_ONLY
+#error "fsdp_muon.h has no pure functions: with FSDP_MATH_ONLY leave it out"
+#else
 
 #ifdef __cplusplus
 extern "C" {

@@ -127,10 +127,10 @@ typedef struct fsdp_sgd_hyper {
    Thread      any
    Source      torch: torch.optim.adam._single_tensor_adam, decoupled_weight_decay */
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
-                                const fsdp_adamw_hyper *hyper);
+                                const fsdp_adamw_hyper *hypers);
 FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
                                           const void *g, void *m, void *v, int64_t count,
-                                          const fsdp_adamw_hyper *hyper);
+                                          const fsdp_adamw_hyper *hypers);
 
 /* fsdp_sgd_update    - one SGD update of f32 numbers
    fsdp_sgd_update_as - the same for any floating dtypes of p and g
@@ -142,10 +142,10 @@ FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype 
    Thread      any
    Source      torch: torch.optim.sgd._single_tensor_sgd */
 FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
-                              const fsdp_sgd_hyper *hyper);
+                              const fsdp_sgd_hyper *hypers);
 FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
                                         const void *g, void *b, int64_t count,
-                                        const fsdp_sgd_hyper *hyper);
+                                        const fsdp_sgd_hyper *hypers);
 
 #ifndef FSDP_MATH_ONLY
 /* -------------------------------------------------------------------------------------------- */

@@ -21,6 +21,10 @@
 
 #include "fsdp.h"
 
+#ifdef FSDP_MATH_ONLY
+#error "fsdp_plan.h has no pure functions: with FSDP_MATH_ONLY leave it out"
+#else
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -199,12 +203,13 @@ FSDP_API const char *fsdp_pass_name(int pass);
 #ifdef __cplusplus
 }
 #endif
+#endif // FSDP_MATH_ONLY
 #endif // FSDP_PLAN_H
 
 /* ============================================================================================ */
 /* Implementation: the parts that no other part includes. */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED)
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_PLAN_IMPLEMENTED
 #include "src/plan/api.h"
 #endif // FSDP_IMPLEMENTATION

@@ -90,6 +90,25 @@
 extern "C" {
 #endif
 
+/* fsdp_replicate_assign - which bucket each tensor belongs to: a pure function. A bucket closes
+   with the tensor that reaches its cap
+   nbytes      [count] bytes of each tensor, in the order of definition
+   key         [count] 0..63: what must not be mixed, for example a dtype. NULL: nothing
+   order       [count] a permutation: buckets are numbered as they close. NULL: the order of
+               definition; buckets are numbered by their smallest index
+   caps        [num_caps >= 1] bytes of the first, second, ... bucket of each key; the last repeats
+   bucket      out: [count] the bucket of each tensor
+   place       out: [count] its place in the bucket, or NULL
+   cap         out: [count] the cap of each bucket, or NULL
+   Result      the number of buckets; -1: a NULL, a negative number, a key out of range, or order is
+               no permutation
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: compute_bucket_assignment_by_size */
+FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, const int32_t *order,
+                                   int count, const int64_t *caps, int num_caps, int32_t *bucket,
+                                   int32_t *place, int64_t *cap);
+
+#ifndef FSDP_MATH_ONLY
 typedef struct fsdp_replicate fsdp_replicate;
 
 typedef struct fsdp_replicate_desc {
@@ -115,24 +134,6 @@ typedef struct fsdp_replicate_desc {
     const char *name; // the units are NAME.0, NAME.1, ...; NULL: "bucket"
     uint64_t end_canary;
 } fsdp_replicate_desc;
-
-/* fsdp_replicate_assign - which bucket each tensor belongs to: a pure function. A bucket closes
-   with the tensor that reaches its cap
-   nbytes      [count] bytes of each tensor, in the order of definition
-   key         [count] 0..63: what must not be mixed, for example a dtype. NULL: nothing
-   order       [count] a permutation: buckets are numbered as they close. NULL: the order of
-               definition; buckets are numbered by their smallest index
-   caps        [num_caps >= 1] bytes of the first, second, ... bucket of each key; the last repeats
-   bucket      out: [count] the bucket of each tensor
-   place       out: [count] its place in the bucket, or NULL
-   cap         out: [count] the cap of each bucket, or NULL
-   Result      the number of buckets; -1: a NULL, a negative number, a key out of range, or order is
-               no permutation
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: compute_bucket_assignment_by_size */
-FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, const int32_t *order,
-                                   int count, const int64_t *caps, int num_caps, int32_t *bucket,
-                                   int32_t *place, int64_t *cap);
 
 /* fsdp_replicate_create - add the buckets to a model, one unit each, which are never resharded.
    Frozen parameters follow the others, in one bucket for each dtype, whatever the caps are; they
@@ -293,6 +294,7 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
                                          int *active);
 FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep);
 
+#endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
 }
 #endif
@@ -302,7 +304,9 @@ FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep);
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_REPLICATE_IMPLEMENTED)
 #define FSDP_REPLICATE_IMPLEMENTED
-#include "src/replicate/api.h"
 #include "src/replicate/assign.h"
+#ifndef FSDP_MATH_ONLY
+#include "src/replicate/api.h"
 #include "src/replicate/create.h"
+#endif
 #endif // FSDP_IMPLEMENTATION

@@ -26,7 +26,9 @@
 
 #ifndef FSDP_TRACE_H
 #define FSDP_TRACE_H
-#ifndef FSDP_MATH_ONLY
+#ifdef FSDP_MATH_ONLY
+#error "fsdp_trace.h has no pure functions: with FSDP_MATH_ONLY leave it out"
+#else
 
 #ifdef __cplusplus
 extern "C" {

@@ -68,13 +68,13 @@ typedef struct fsdpi_transport {
 
     /* Move. `show` sends c->now to the ranks that take part in the call, and may start work that
        can run meanwhile. `hear` waits until their signatures lie at c->shown. op and span are NULL
-       for a split. When `move` is called, every argument is checked, and every rank makes the same
-       call. `settle` (may be NULL) comes last, also after a failure: afterwards no work of this
-       call is outstanding. If `show` and `hear` are NULL, there are no other ranks to compare with,
-       and `ask` is NULL, too. */
+       for a split. When `move_data` is called, every argument is checked, and every rank makes the
+       same call. `settle` (may be NULL) comes last, also after a failure: afterwards no work of
+       this call is outstanding. If `show` and `hear` are NULL, there are no other ranks to compare
+       with, and `ask` is NULL, too. */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
-    fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*move_data)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
     /* Failure: the first error of the world, equal on all ranks. `tell` sets it, if there is none
@@ -97,8 +97,8 @@ struct fsdpi_comm_world {
     fsdp_boot boot;
     const fsdpi_transport *transport;
     fsdp_caps caps;
-    const uint32_t *failed; // not 0: the world has failed, or is failing; NULL: not connected
-    fsdpi_activity *trace;  // this rank's activity, for other ranks; NULL: the backend tracks it
+    const uint32_t *failed; // [release] not 0: the world fails, or has failed; NULL: not connected
+    fsdpi_activity *trace;  // [release] this rank's activity; NULL: the backend tracks it
     int64_t open_ns;        // time at which open began: one deadline applies to all of it
     int is_trusting;        // 1: ranks do not compare their calls
     fsdpi_chunks chunks;
@@ -671,7 +671,7 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_make_key(&c->now, op);
     fsdpi_comm_begin(c);
     if (!c->world->is_trusting) status = fsdpi_comm_meet(c, op, &span);
-    if (!status) status = transport->move(c, op, &span);
+    if (!status) status = transport->move_data(c, op, &span);
     return fsdpi_comm_end(c, status);
 }
 

@@ -10,7 +10,7 @@
    - The Gloo library is the transport: connections between all members of a comm, and a thread that
      serves them. The library makes the collectives: each rank sends every member what that member
      needs, once, straight from buffer to buffer: (W-1)/W of a buffer.
-   - Gloo serves remote members, which are on other hosts. Local members (fsdp_local.h; `near` in
+   - Gloo serves remote members, which are on other hosts. Local members (fsdp_local.h; `local` in
      names) share memory: they exchange signatures there, and read each other's buffers while
      remote data arrive. If all members of a comm are local, the comm does not use Gloo.
    - A collective begins with one message to each member: the signature of this rank's call,
@@ -80,6 +80,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDP_GLOO_IMPLEMENTED
 
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/reduce.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
@@ -101,7 +102,6 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #include <poll.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #define FSDPI_GLOO_KINDS                                                                           \
@@ -133,7 +133,7 @@ typedef struct fsdpi_gloo_world {
     fsdpi_store_world base;
     fsdp_gloo_device *device; // NULL: all ranks are local
     fsdpi_local_hosts hosts;
-    fsdpi_comm *near;     // the ranks of this host; NULL: there are no others
+    fsdpi_comm *local;     // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
     int64_t patience_ns;  // time left for the close handshakes of all groups together
     uint32_t lock;        // guards the list
@@ -160,18 +160,18 @@ typedef struct fsdpi_gloo_walk {
 struct fsdpi_gloo_comm {
     fsdpi_comm base;
     fsdpi_gloo_comm *next;
-    fsdpi_comm *near; // the members of this host; NULL: there are no others
+    fsdpi_comm *local; // the members of this host; NULL: there are no others
     int turn, closed;
     int overlaps;               // 1: Gloo's thread moves messages while this rank works
     fsdp_gloo_context *context; // to members of other hosts; NULL: there are none
     uint32_t lock;              // guards `waiting`
     fsdp_gloo_buffer *waiting;  // the buffer that this rank waits for now
-    size_t small;               // most bytes of data after a signature
+    size_t small_bytes;               // most bytes of data after a signature
     char *messages;             // in[0], in[1] and out of each member
     char *scratch;
     size_t piece, depth;            // bytes of one piece of one member, pieces of one member
     fsdpi_gloo_walk ahead;          // pieces whose receives are posted
-    int at[FSDPI_MAX_SRCS];         // the members' indices in `near`; -1: a remote member
+    int at[FSDPI_MAX_SRCS];         // the members' indices in `local`; -1: a remote member
     const char *of[FSDPI_MAX_SRCS]; // local members' buffers in this operation
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
 };
@@ -199,7 +199,7 @@ static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_faile
 
 // Returns 1 if all members are local: then Gloo is not used.
 static int fsdpi_gloo_is_local(const fsdpi_gloo_comm *c) {
-    return c->near && c->near->size == c->base.size;
+    return c->local && c->local->size == c->base.size;
 }
 
 // Returns 1 if member k is on another host: then its data go through Gloo.
@@ -208,13 +208,13 @@ static int fsdpi_gloo_is_far(const fsdpi_gloo_comm *c, int k) {
 }
 
 static fsdp_status fsdpi_gloo_local_result(fsdpi_gloo_comm *c, fsdp_status status) {
-    return fsdpi_local_result(&c->base, c->near, status);
+    return fsdpi_local_result(&c->base, c->local, status);
 }
 
 // Runs a barrier of the local members. It fails if one of them has ended.
 static fsdp_status fsdpi_gloo_local_barrier(fsdpi_gloo_comm *c) {
-    if (!c->near) return FSDP_OK;
-    return fsdpi_gloo_local_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->near), "finished"));
+    if (!c->local) return FSDP_OK;
+    return fsdpi_gloo_local_result(c, fsdpi_shm_barrier(fsdpi_shm_comm_of(c->local), "finished"));
 }
 
 // Fails the world because member k is lost, for the reason `how`. say_last: the text also names the
@@ -245,7 +245,7 @@ static fsdp_status fsdpi_gloo_no_descriptor(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_store *store = fsdpi_gloo_store(c);
     int first = fsdp_gloo_context_first_lost(c->context);
-    int gone = c->near ? fsdpi_local_gone(c->near) : -1;
+    int gone = c->local ? fsdpi_local_gone(c->local) : -1;
     if (first >= 0 && !fsdpi_is_pair(c->base.now.kind)) k = first;
     for (int j = 0; j < c->base.size && gone >= 0 && !fsdpi_is_pair(c->base.now.kind); j++)
         if (c->at[j] == gone) k = j, how = "it has ended";
@@ -275,7 +275,7 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
         if (fsdpi_gloo_is_far(c, j))
             missing[j] |= !c->peers[j].arrived &&
                           fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
-        else if (j != c->base.index) missing[j] = !fsdpi_local_has_come(c->near, c->at[j]);
+        else if (j != c->base.index) missing[j] = !fsdpi_local_has_come(c->local, c->at[j]);
     }
     return fsdpi_store_world_late(&c->base, missing, verb);
 }
@@ -339,7 +339,7 @@ static void fsdpi_gloo_wake(void *user) {
         fsdpi_lock(&c->lock);
         if (c->waiting) fsdp_gloo_abort(c->waiting);
         fsdpi_unlock(&c->lock);
-        if (c->near) fsdpi_local_wake(c->near);
+        if (c->local) fsdpi_local_wake(c->local);
     }
     fsdpi_unlock(&w->lock);
 }
@@ -358,7 +358,7 @@ static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
 // lives until the operation has completed, or its context was closed.
 
 static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which) { // in 0, in 1, out
-    return c->messages + (3 * (size_t)k + (size_t)which) * (FSDPI_GLOO_HEAD + c->small);
+    return c->messages + (3 * (size_t)k + (size_t)which) * (FSDPI_GLOO_HEAD + c->small_bytes);
 }
 
 static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
@@ -367,7 +367,7 @@ static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
         fsdp_status status = fsdpi_gloo_result(c, k,
                                                fsdp_gloo_recv(c->peers[k].in[turn], k,
                                                               FSDPI_GLOO_SLOT_RECORD, 0,
-                                                              FSDPI_GLOO_HEAD + c->small));
+                                                              FSDPI_GLOO_HEAD + c->small_bytes));
         if (status) return status;
     }
     return FSDP_OK;
@@ -419,16 +419,16 @@ static int fsdpi_gloo_is_near_pair(const fsdpi_gloo_comm *c, const fsdp_coll *op
 
 // Copies the signature of a local member to its place among all signatures.
 static void fsdpi_gloo_take_record(fsdpi_gloo_comm *c, int k) {
-    fsdpi_signature record = fsdpi_signature_of(c->near, c->at[k]);
+    fsdpi_signature record = fsdpi_signature_of(c->local, c->at[k]);
     memcpy(fsdpi_gloo_message(c, k, c->turn), &record, sizeof record);
 }
 
 // Waits for the signatures of the local members. The timeout counts from the operation's start.
 static fsdp_status fsdpi_gloo_hear_local(fsdpi_gloo_comm *c) {
-    fsdpi_shm_comm *near = fsdpi_shm_comm_of(c->near);
-    near->since = &c->base.now.since_ns;
-    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, NULL));
-    near->since = NULL;
+    fsdpi_shm_comm *local = fsdpi_shm_comm_of(c->local);
+    local->since = &c->base.now.since_ns;
+    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->local, NULL));
+    local->since = NULL;
     for (int k = 0; k < c->base.size && !status; k++)
         if (c->at[k] >= 0 && k != c->base.index) fsdpi_gloo_take_record(c, k);
     return status;
@@ -438,7 +438,7 @@ static fsdp_status fsdpi_gloo_hear_pair(fsdpi_gloo_comm *c, const fsdp_coll *op)
     int k = (int)op->root;
     if (fsdpi_gloo_is_far(c, k)) return fsdpi_gloo_hear_one(c, k, c->base.boot->timeout_ns);
     fsdp_coll call = fsdpi_gloo_local_call(c, op);
-    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, &call));
+    fsdp_status status = fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->local, &call));
     if (!status) fsdpi_gloo_take_record(c, k);
     return status;
 }
@@ -447,14 +447,14 @@ static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
-    if (fsdpi_gloo_is_local(c)) return fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->near, op));
+    if (fsdpi_gloo_is_local(c)) return fsdpi_gloo_local_result(c, fsdpi_shm_hear(c->local, op));
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_hear_pair(c, op);
     for (int i = 1; i < base->size && !status; i++) {
         int k = (base->index + i) % base->size;
         if (fsdpi_gloo_is_far(c, k))
             status = fsdpi_gloo_hear_one(c, k, deadline - fsdpi_boot_now(base->boot));
     }
-    return status || !c->near ? status : fsdpi_gloo_hear_local(c);
+    return status || !c->local ? status : fsdpi_gloo_hear_local(c);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -578,7 +578,8 @@ static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp
 // message takes two rounds: first sums of regions, as in a reduce_scatter.
 static int fsdpi_gloo_is_parted(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                 const fsdpi_gloo_strip *s) {
-    if (op->kind == FSDP_OP_ALL_REDUCE) return s->total * fsdp_dtype_size(op->dtype) > c->small;
+    if (op->kind == FSDP_OP_ALL_REDUCE)
+        return s->total * fsdp_dtype_size(op->dtype) > c->small_bytes;
     return op->kind != FSDP_OP_BROADCAST;
 }
 
@@ -588,7 +589,7 @@ static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                const fsdpi_gloo_strip *s, size_t used, int *is_small) {
     size_t count = fsdpi_gloo_is_parted(c, op, s) ? s->part : s->total;
     size_t end = (used + count * fsdp_dtype_size(op->dtype) + 63) / 64 * 64;
-    *is_small = end <= c->small;
+    *is_small = end <= c->small_bytes;
     return *is_small ? end : used;
 }
 
@@ -703,7 +704,7 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     } else if (op->kind == FSDP_OP_ALL_REDUCE) {
         int is_parted = fsdpi_gloo_is_parted(c, op, s);
         if (is_parted) dst += fsdpi_gloo_begin_of(s, c->base.index) * size;
-        else if (c->near) dst = fsdpi_gloo_aside(c);
+        else if (c->local) dst = fsdpi_gloo_aside(c);
         fsdpi_reduce(dst, (fsdp_dtype)op->dtype, srcs, c->base.size, (fsdp_dtype)op->dtype,
                      bytes / size, op->scale, 0, op->redop);
     } else {
@@ -895,14 +896,14 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
 // Shows the signature to the local members; their copy also names this rank's buffer.
 static fsdp_status fsdpi_gloo_show_local(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                          const fsdpi_span *span) {
-    c->near->now = c->base.now;
-    return fsdpi_gloo_local_result(c, fsdpi_shm_show(c->near, op, span));
+    c->local->now = c->base.now;
+    return fsdpi_gloo_local_result(c, fsdpi_shm_show(c->local, op, span));
 }
 
 /* Returns 1 if Gloo's thread moves the messages: there is much to reduce or to copy, or this rank
    also waits for something else (local members, or the opening of a group). */
 static int fsdpi_gloo_overlaps(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
-    if (!op || c->near) return 1;
+    if (!op || c->local) return 1;
     int of_each = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
                   op->kind == FSDP_OP_ALL_TO_ALL;
     size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
@@ -920,7 +921,7 @@ static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const 
     c->overlaps = c->context && fsdpi_gloo_overlaps(c, op);
     if (c->overlaps) fsdp_gloo_context_overlap(c->context, 1);
     if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
-    if (c->near) status = fsdpi_gloo_show_local(c, op, span);
+    if (c->local) status = fsdpi_gloo_show_local(c, op, span);
     if (!status) status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
@@ -932,7 +933,7 @@ static fsdp_status fsdpi_gloo_find_local(fsdpi_gloo_comm *c, const fsdpi_span *s
         c->of[k] = (const char *)span->shared;
         if (c->at[k] >= 0 && k != c->base.index && span->chunk.base)
             status = fsdpi_gloo_local_result(
-                c, fsdpi_shm_find(fsdpi_shm_comm_of(c->near), &span->chunk, c->at[k], &c->of[k]));
+                c, fsdpi_shm_find(fsdpi_shm_comm_of(c->local), &span->chunk, c->at[k], &c->of[k]));
     }
     return status;
 }
@@ -989,7 +990,7 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
     }
     // After the barrier the buffer may be overwritten: local members have read it.
     if (!status) status = fsdpi_gloo_local_barrier(c);
-    if (!status && c->near && is_sum && !is_parted)
+    if (!status && c->local && is_sum && !is_parted)
         fsdpi_gloo_copy(op->dst, fsdpi_gloo_aside(c),
                         (size_t)op->count * fsdp_dtype_size(op->dtype));
     return status;
@@ -998,10 +999,10 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
 static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     if (fsdpi_gloo_is_local(c))
-        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->near, op, span));
+        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->local, op, span));
     if (fsdpi_gloo_is_near_pair(c, op)) {
         fsdp_coll call = fsdpi_gloo_local_call(c, op);
-        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->near, &call, span));
+        return fsdpi_gloo_local_result(c, fsdpi_shm_move(c->local, &call, span));
     }
     if (!fsdpi_is_pair(op->kind)) {
         fsdp_status status = fsdpi_gloo_find_local(c, span);
@@ -1211,8 +1212,7 @@ static int fsdpi_gloo_is_called(const fsdpi_gloo_connector *g) {
 // Accepts a limited number of callers at a time: members must not wait for untrusted peers.
 static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_connector *g) {
     for (int i = 0; i < FSDPI_GLOO_CALLERS; i++) {
-        int fd = (int)fsdpi_syscall(SYS_accept4, g->listener, NULL, NULL,
-                                    SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int fd = fsdpi_accept(g->listener);
         int is_full = fd < 0 && (errno == EMFILE || errno == ENFILE);
         if (fd < 0 && (errno == EAGAIN || (is_full && !fsdpi_gloo_is_called(g)))) return FSDP_OK;
         if (is_full && !fsdpi_gloo_evict(g, 0)) return fsdpi_gloo_no_descriptor(g->c);
@@ -1220,10 +1220,7 @@ static fsdp_status fsdpi_gloo_accept(fsdpi_gloo_connector *g) {
         if (fd >= 0 && !l) (void)close(fd);
         if (!l) continue;
         fsdpi_store_prompt(fd);
-        l->fd = fd; // not 0, 1 or 2
-        if (fd < 3) l->fd = (int)fsdpi_syscall(SYS_fcntl, fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
-        if (l->fd != fd) (void)close(fd);
-        if (l->fd < 0) continue;
+        l->fd = fd;
         l->member = -1;
         l->since_ns = fsdpi_gloo_now(g);
         l->step = FSDPI_GLOO_WANTS_HELLO;
@@ -1418,7 +1415,7 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c) {
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     size_t members = (size_t)c->base.size, each = FSDPI_GLOO_MESSAGES / 3 / members / 64 * 64;
     each = each > FSDPI_GLOO_SMALL ? FSDPI_GLOO_SMALL : each < 2048 ? 2048 : each;
-    c->small = each;
+    c->small_bytes = each;
     each += FSDPI_GLOO_HEAD;
     c->messages = (char *)fsdpi_alloc(&c->base.boot->allocator, 3 * members * each);
     if (!c->messages) return fsdpi_comm_no_memory(&c->base, "messages", 3 * members * each);
@@ -1451,15 +1448,15 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
 // Connects the members of a comm.
 static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    for (int k = 0, near = 0; k < c->base.size; k++) {
+    for (int k = 0, local = 0; k < c->base.size; k++) {
         int is_near = fsdpi_local_is(&w->hosts, (int)c->base.ranks[k], c->base.boot->rank);
-        c->at[k] = is_near && c->near ? near++ : -1;
+        c->at[k] = is_near && c->local ? local++ : -1;
     }
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
     fsdpi_unlock(&w->lock);
-    if (fsdpi_gloo_is_local(c)) c->base.shown = c->near->shown, c->base.step = c->near->step;
+    if (fsdpi_gloo_is_local(c)) c->base.shown = c->local->shown, c->base.step = c->local->step;
     if (c->base.size == 1 || fsdpi_gloo_is_local(c)) return FSDP_OK;
     if (fsdp_gloo_context_create(w->device, c->base.index, c->base.size, &c->context))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
@@ -1515,27 +1512,27 @@ static void fsdpi_gloo_leave(fsdpi_comm *base) {
     }
     fsdpi_free(&base->boot->allocator, c->messages);
     fsdpi_free(&base->boot->allocator, c->scratch);
-    if (c->near && base->is_world) fsdpi_shm_leave(c->near); // its memory is still in use
-    else fsdpi_comm_close((fsdp_comm *)(void *)c->near);
+    if (c->local && base->is_world) fsdpi_shm_leave(c->local); // its memory is still in use
+    else fsdpi_comm_close((fsdp_comm *)(void *)c->local);
 }
 
 static int fsdpi_gloo_close(fsdpi_comm_world *base) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)(void *)base;
     fsdpi_store_close(w->base.store);
     if (w->device) fsdp_gloo_device_destroy(w->device);
-    fsdpi_comm_close((fsdp_comm *)(void *)w->near); // the store's thread no longer reads its trace
+    fsdpi_comm_close((fsdp_comm *)(void *)w->local); // the store's thread no longer reads its trace
     return 1;
 }
 
 static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *g) {
     fsdpi_gloo_comm *p = fsdpi_gloo_of(parent), *c = fsdpi_gloo_of(child);
-    fsdpi_comm *near = NULL;
+    fsdpi_comm *local = NULL;
     fsdp_status status = FSDP_OK;
-    if (p->near) status = fsdpi_gloo_local_barrier(p); // all have compared the signatures there
-    if (p->near && !status)
-        status = fsdpi_local_split(parent, p->near, &fsdpi_gloo_world_of(p)->hosts, child, g,
-                                   &near);
-    if (child) c->near = near;
+    if (p->local) status = fsdpi_gloo_local_barrier(p); // all have compared the signatures there
+    if (p->local && !status)
+        status = fsdpi_local_split(parent, p->local, &fsdpi_gloo_world_of(p)->hosts, child, g,
+                                   &local);
+    if (child) c->local = local;
     return child && !status ? fsdpi_gloo_connect_members(c) : status;
 }
 
@@ -1550,11 +1547,11 @@ static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
-    if (!status) status = fsdpi_local_open(&c->base, &w->hosts, &w->near);
-    c->near = w->near;
-    if (status || !w->near) return status;
-    fsdpi_activity_begin(w->near->world->trace, &c->base.now);
-    FSDPI_STORE(&w->base.base.trace, w->near->world->trace);
+    if (!status) status = fsdpi_local_open(&c->base, &w->hosts, &w->local);
+    c->local = w->local;
+    if (status || !w->local) return status;
+    fsdpi_activity_begin(w->local->world->trace, &c->base.now);
+    FSDPI_STORE(&w->base.base.trace, w->local->world->trace);
     return FSDP_OK;
 }
 
@@ -1577,14 +1574,14 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
 // Takes shared memory if this host has other ranks, as they read it; else host memory.
 static fsdp_status fsdpi_gloo_take_memory(fsdpi_comm_world *base, fsdpi_chunk *chunk,
                                           const char **why) {
-    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;
-    return near ? fsdpi_shm_take_beside(near->world, &base->chunks, chunk, why)
+    fsdpi_comm *local = ((fsdpi_gloo_world *)(void *)base)->local;
+    return local ? fsdpi_shm_take_beside(local->world, &base->chunks, chunk, why)
                 : fsdpi_take_host(base, chunk, why);
 }
 
 static void fsdpi_gloo_give_memory(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
-    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)base)->near;
-    if (near) fsdpi_shm_give(near->world, chunk);
+    fsdpi_comm *local = ((fsdpi_gloo_world *)(void *)base)->local;
+    if (local) fsdpi_shm_give(local->world, chunk);
     else fsdpi_give_host(base, chunk);
 }
 
@@ -1599,8 +1596,8 @@ static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
 
 static void fsdpi_gloo_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
                             const char *reason) {
-    fsdpi_comm *near = ((fsdpi_gloo_world *)(void *)c->world)->near;
-    if (near) fsdpi_local_tell(near, status, subject, reason);
+    fsdpi_comm *local = ((fsdpi_gloo_world *)(void *)c->world)->local;
+    if (local) fsdpi_local_tell(local, status, subject, reason);
     else fsdpi_store_world_tell(c, status, subject, reason);
 }
 

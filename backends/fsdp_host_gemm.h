@@ -10,7 +10,6 @@
 
 #ifndef FSDP_HOST_GEMM_H
 #define FSDP_HOST_GEMM_H
-#ifndef FSDP_MATH_ONLY
 
 #ifdef __cplusplus
 extern "C" {
@@ -37,12 +36,11 @@ FSDP_API fsdp_status fsdp_host_gemm(void *user, void *stream, int64_t m, int64_t
 #ifdef __cplusplus
 }
 #endif
-#endif // FSDP_MATH_ONLY
 #endif // FSDP_HOST_GEMM_H
 
 /* ============================================================================================ */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_HOST_GEMM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_HOST_GEMM_IMPLEMENTED)
 #define FSDP_HOST_GEMM_IMPLEMENTED
 
 #include <string.h>

@@ -1,7 +1,7 @@
 /* fsdp_local.h - shared memory between the ranks of one host, within a world of several hosts
 
    A backend whose ranks meet at a store opens a world of shared memory for the ranks of one host,
-   the local ranks (`near` in names). That world has the rank numbers of the whole world, but only
+   the local ranks (`local` in names). That world has the rank numbers of the whole world, but only
    the local ranks as members, and memory that peers read comes from it. A failure goes to the
    store, and every wait ends with the failure that the store keeps. If the store has ended, or does
    not answer, the first failure of a local rank applies to all local ranks.
@@ -270,9 +270,9 @@ static int fsdpi_local_has_come(fsdpi_comm *base, int k) {
     return (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) >= 0;
 }
 
-// Returns `status`. A failure in `near` gives c its text.
-static fsdp_status fsdpi_local_result(fsdpi_comm *c, const fsdpi_comm *near, fsdp_status status) {
-    if (status) fsdpi_copy_name(c->error, sizeof c->error, near->error);
+// Returns `status`. A failure in `local` gives c its text.
+static fsdp_status fsdpi_local_result(fsdpi_comm *c, const fsdpi_comm *local, fsdp_status status) {
+    if (status) fsdpi_copy_name(c->error, sizeof c->error, local->error);
     return status;
 }
 
@@ -295,35 +295,35 @@ static fsdp_status fsdpi_local_open(fsdpi_comm *c, const fsdpi_local_hosts *host
     int32_t ranks[FSDPI_MAX_SRCS];
     int index = 0, count = fsdpi_local_members(hosts, c, ranks, &index);
     if (count < 2) return FSDP_OK;
-    fsdpi_comm *near = fsdpi_comm_make(&fsdpi_local_transport, c->boot, count);
-    if (!near)
+    fsdpi_comm *local = fsdpi_comm_make(&fsdpi_local_transport, c->boot, count);
+    if (!local)
         return fsdpi_comm_no_memory(c, "ranks of this host",
                                     sizeof(fsdpi_shm_comm) + sizeof(fsdpi_local_world));
-    fsdpi_local_world *w = (fsdpi_local_world *)near->world;
+    fsdpi_local_world *w = (fsdpi_local_world *)local->world;
     fsdpi_text job = {w->job, sizeof w->job, 0};
     for (int i = 0; i < FSDPI_LOCAL_TICKET; i++) fsdpi_text_add(&job, "%02x", hosts->ticket[i]);
     fsdpi_text_add(&job, "-%d", (int)hosts->first[c->index]);
-    near->world->boot.job = w->job;
-    near->world->failed = c->world->failed;
-    near->world->open_ns = c->world->open_ns;
+    local->world->boot.job = w->job;
+    local->world->failed = c->world->failed;
+    local->world->open_ns = c->world->open_ns;
     w->outer = fsdpi_store_world_of(c);
-    near->index = index;
-    near->size = count;
-    memcpy(near->ranks, ranks, (size_t)count * sizeof *ranks);
-    near->now = c->now;
-    fsdp_status status = fsdpi_local_result(c, near, fsdpi_shm_open_world(near));
-    if (!status) *out = near;
+    local->index = index;
+    local->size = count;
+    memcpy(local->ranks, ranks, (size_t)count * sizeof *ranks);
+    local->now = c->now;
+    fsdp_status status = fsdpi_local_result(c, local, fsdpi_shm_open_world(local));
+    if (!status) *out = local;
     if (!status) return FSDP_OK;
     // Only this rank knows the failure: give it to all ranks.
-    const char *why = strstr(near->error, "[E");
-    if (!fsdpi_comm_failed(c)) status = fsdpi_comm_fail(c, status, "%s", why ? why : near->error);
-    fsdpi_comm_close((fsdp_comm *)(void *)near);
+    const char *why = strstr(local->error, "[E");
+    if (!fsdpi_comm_failed(c)) status = fsdpi_comm_fail(c, status, "%s", why ? why : local->error);
+    fsdpi_comm_close((fsdp_comm *)(void *)local);
     return status;
 }
 
 /* Makes the comm of a group's local members, if there are several. All local members of the parent
    call this. child NULL: this rank is in no group. */
-static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *near,
+static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *local,
                                      const fsdpi_local_hosts *hosts, const fsdpi_comm *child,
                                      const fsdp_group *group, fsdpi_comm **out) {
     int32_t ranks[FSDPI_MAX_SRCS];
@@ -332,9 +332,9 @@ static fsdp_status fsdpi_local_split(fsdpi_comm *parent, fsdpi_comm *near,
     int index = 0, count = child ? fsdpi_local_members(hosts, child, ranks, &index) : 0;
     g.ranks = ranks, g.index = index, g.size = count;
     if (count < 2) g.color = -1;
-    fsdp_status status = fsdpi_comm_split((fsdp_comm *)(void *)near, &g, &made);
+    fsdp_status status = fsdpi_comm_split((fsdp_comm *)(void *)local, &g, &made);
     *out = (fsdpi_comm *)(void *)made;
-    return fsdpi_local_result(parent, near, status);
+    return fsdpi_local_result(parent, local, status);
 }
 
 #endif // FSDPI_BACKENDS_LOCAL_H

@@ -26,7 +26,7 @@ typedef struct fsdpi_chunk {
 
 typedef struct fsdpi_chunks {
     uint32_t lock; // one thread allocates while another is in a collective
-    int count, max;
+    int count, cap;
     fsdpi_chunk *list; // by address
 } fsdpi_chunks;
 
@@ -44,17 +44,17 @@ static int fsdpi_chunk_before(const fsdpi_chunks *chunks, uintptr_t p) {
 static int fsdpi_chunk_insert(fsdpi_chunks *chunks, const fsdp_allocator *a, fsdpi_chunk chunk) {
     int done = 0;
     fsdpi_lock(&chunks->lock);
-    if (chunks->count == chunks->max) {
-        int max = chunks->max ? 2 * chunks->max : 32;
-        fsdpi_chunk *more = (fsdpi_chunk *)fsdpi_alloc(a, (size_t)max * sizeof *more);
+    if (chunks->count == chunks->cap) {
+        int cap = chunks->cap ? 2 * chunks->cap : 32;
+        fsdpi_chunk *more = (fsdpi_chunk *)fsdpi_alloc(a, (size_t)cap * sizeof *more);
         if (more && chunks->count) memcpy(more, chunks->list, (size_t)chunks->count * sizeof *more);
         if (more) {
             fsdpi_free(a, chunks->list);
             chunks->list = more;
-            chunks->max = max;
+            chunks->cap = cap;
         }
     }
-    if (chunks->count < chunks->max) {
+    if (chunks->count < chunks->cap) {
         int i = fsdpi_chunk_before(chunks, (uintptr_t)chunk.base) + 1;
         memmove(chunks->list + i + 1, chunks->list + i, (size_t)(chunks->count - i) * sizeof chunk);
         chunks->list[i] = chunk;

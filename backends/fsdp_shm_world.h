@@ -13,6 +13,7 @@
 #include "../src/base/hash.h"
 #include "../src/base/macros.h"
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/reduce.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
@@ -53,29 +54,35 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
 // One rank in a group; whole cache lines.
 typedef struct fsdpi_shm_place {
-    uint64_t record[FSDPI_RECORD_WORDS];
-    uint32_t arrived; // number of the last barrier at which this rank has arrived
+    uint64_t record[FSDPI_RECORD_WORDS]; // [relaxed]
+    uint32_t arrived; // [release] number of the last barrier at which this rank has arrived
     uint32_t pad0[15 - sizeof(fsdpi_signature) / 4 % 16];
     // send and recv
-    uint64_t call;         // the last call: its number, and in the low half the other member
-    uint32_t done;         // number of the last call that this rank has finished
-    uint32_t bell, asleep; // incremented by another member; 1: this rank sleeps on it
-    uint32_t closed;       // 1: it has left the group
+    uint64_t call;   // [release] the last call: its number, and in the low half the other member
+    uint32_t done;   // [release] number of the last call that this rank has finished
+    uint32_t bell;   // [seq_cst] incremented by another member
+    uint32_t asleep; // [seq_cst] 1: this rank sleeps on the bell
+    uint32_t closed; // [release] 1: it has left the group
     uint32_t pad1[10];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` counts all
    arrivals so far, modulo 2^32. The arrival that makes it size * number opens barrier `number`. */
 typedef struct fsdpi_shm_group {
-    uint32_t count, pad0[15];
-    uint32_t generation, pad1[15];     // number of the last barrier that is open; ranks sleep on it
-    uint32_t sleepers, refs, pad2[14]; // refs: processes
+    uint32_t count; // [release]
+    uint32_t pad0[15];
+    uint32_t generation; // [release, seq_cst] the last barrier that is open; ranks sleep on it
+    uint32_t pad1[15];
+    uint32_t sleepers; // [seq_cst]
+    uint32_t refs;     // [release] processes
+    uint32_t pad2[14];
 } fsdpi_shm_group;
 
 // One rank in the world.
 typedef struct fsdpi_shm_peer {
     fsdpi_activity trace;
-    uint32_t state, pid;
+    uint32_t state; // [release] FSDPI_SHM_...
+    uint32_t pid;
 } fsdpi_shm_peer;
 
 // Threads: a block of the heap that peers use, too, from FSDPI_ALIGN bytes after its start on.
@@ -95,10 +102,10 @@ typedef struct fsdpi_shm_remote {
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // processes: file offset of the next group's block
-    uint32_t refs;
+    uint64_t top;  // [relaxed] processes: file offset of the next group's block
+    uint32_t refs; // [release]
     int32_t size;
-    uint32_t failed; // 1: a rank is writing `verdict`, 2: it is written
+    uint32_t failed; // [release] 1: a rank is writing `verdict`, 2: it is written
     fsdpi_failure verdict;
     // threads
     fsdpi_shm_block *blocks;
@@ -137,7 +144,7 @@ typedef struct fsdpi_shm_comm {
     uint32_t calls;         // number of sends and recvs so far
     uint32_t theirs;        // number of the other member's call for this rank; 0: not yet
     fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
-    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
+    uint64_t small_sums[FSDPI_SHM_SMALL / sizeof(uint64_t)];
     uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call for this rank
 } fsdpi_shm_comm;
 
@@ -241,7 +248,7 @@ static int fsdpi_shm_live(fsdpi_shm_world *w) {
     int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
     void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
     int kept = life != MAP_FAILED &&
-               !fsdpi_syscall(SYS_madvise, life, w->page, 10L /* MADV_DONTFORK */) &&
+               !fsdpi_madvise(life, w->page, 10 /* MADV_DONTFORK */) &&
                !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
     if (kept) w->life = life;
     else if (life != MAP_FAILED) (void)munmap(life, w->page);
@@ -346,7 +353,7 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
     c->other = NULL;
     c->barrier++;
-    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
+    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELEASE);
     if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
         c->barrier * (uint32_t)c->base.size)
         return;
@@ -748,10 +755,10 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
     if (c->base.size == 1 && op->scale == 1.0) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
+        fsdpi_reduce(c->small_sums, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
                      op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
-        if (!status) memcpy(op->dst, c->small, count * bytes);
+        if (!status) memcpy(op->dst, c->small_sums, count * bytes);
         return status;
     }
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
@@ -1002,8 +1009,7 @@ static int fsdpi_shm_socket(void) {
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left,
                                    uint8_t *admitted) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, listener, NULL, NULL,
-                                         (long)(SOCK_CLOEXEC | SOCK_NONBLOCK)));
+    int fd = fsdpi_accept(listener);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_text t = {answer.reason, sizeof answer.reason, 0};

@@ -15,28 +15,7 @@
 #include "../src/base/text.h"
 #include "../src/core/flight.h" // operations other than collectives
 
-#include <asm/socket.h> // SO_PEERCRED, which sys/socket.h hides in strict C99
 #include <string.h>
-#include <sys/socket.h> // getsockopt
-#include <unistd.h>     // getuid
-
-extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
-                           struct fsdpi_timespec *left) __asm__("nanosleep");
-
-static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(ns / 1000000000);
-    t.tv_nsec = (long)(ns % 1000000000);
-    (void)fsdpi_nanosleep(&t, NULL);
-}
-
-// Returns 1 if the other end of a unix socket belongs to a process of this user.
-static FSDPI_UNUSED int fsdpi_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred: strict C99 hides it, too
-    socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
-           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
-}
 
 /* The call that a rank is about to make. Ranks compare `key`, a hash of everything that must be
    equal. From the other fields error texts name the difference. The struct is sent unchanged: it
@@ -62,9 +41,10 @@ typedef struct fsdpi_signature {
 
 // A rank's current activity, which other ranks read if it is missing.
 typedef struct fsdpi_activity {
-    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
-    uint32_t busy, writing;            // number of current operations; 1: `last` is being written
-    uint32_t waits;                    // 1 + the rank for which it waits; 0: not known
+    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm, written word by word
+    uint32_t busy;                     // [relaxed, release] number of current operations
+    uint32_t writing;                  // [release] 1: `last` is being written
+    uint32_t waits;                    // [release] 1 + the rank for which it waits; 0: not known
 } fsdpi_activity;
 
 enum { FSDPI_PEER_ABSENT, FSDPI_PEER_JOINED, FSDPI_PEER_LEFT, FSDPI_PEER_LOST };

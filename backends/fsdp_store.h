@@ -76,6 +76,7 @@
 #include "../src/base/hash.h"
 #include "../src/base/macros.h"
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/launch.h"
@@ -86,7 +87,6 @@
 #include "fsdp_store_sockets.h"
 #include "fsdp_store_token.h"
 
-#include <asm/socket.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -94,7 +94,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -915,7 +914,7 @@ static void fsdpi_store_warn(const fsdpi_store *s) {
 static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     const fsdp_boot *boot = &s->desc.boot;
     int64_t deadline = fsdpi_store_after(fsdpi_store_now(s), boot->timeout_ns);
-    s->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    s->wake = fsdpi_event();
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
         if (s->left) fsdpi_text_add(error, "[E722] no file descriptor is left: raise ulimit -n");

@@ -10,6 +10,7 @@
 
 #include "../src/base/macros.h"
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "fsdp_signature.h"
@@ -18,16 +19,13 @@
 #include "fsdp_store_sockets.h"
 #include "fsdp_store_token.h"
 
-#include <asm/socket.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 typedef struct fsdpi_store_desc {
@@ -64,8 +62,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
     while (server->core.num_conns < server->max_conns) {
         uint8_t nonce[FSDPI_STORE_NONCE];
         fsdpi_store_place here;
-        int fd = fsdpi_fd((int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
-                                             SOCK_CLOEXEC | SOCK_NONBLOCK));
+        int fd = fsdpi_accept(server->listener);
         if (fd < 0) {
             if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
             if (!fsdpi_store_core_evict(&server->core)) // its descriptor is free then
@@ -257,7 +254,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     server->listener = listener;
     server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
     server->place = *place;
-    server->wake = fsdpi_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    server->wake = fsdpi_event();
     server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *
                                                         sizeof *server->polls);
     (void)fsdpi_store_token(d->boot.job, token);

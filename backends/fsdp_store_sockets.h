@@ -239,9 +239,9 @@ static struct fsdpi_addrinfo *fsdpi_store_ask_resolver(const fsdp_clock *clock, 
     return list;
 }
 
-// Looks up a name. Returns the number of its addresses in out, at most max.
+// Looks up a name. Returns the number of its addresses in out, at most `most`.
 static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, int64_t deadline,
-                                   fsdpi_store_place *out, int max, fsdpi_text *why) {
+                                   fsdpi_store_place *out, int most, fsdpi_text *why) {
     struct fsdpi_addrinfo hints, *list = NULL;
     int count = 0;
     memset(&hints, 0, sizeof hints);
@@ -255,7 +255,7 @@ static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, in
         return 0;
     }
     for (int v6 = 0; v6 < 2; v6++) // all hosts have the same order
-        for (struct fsdpi_addrinfo *i = list; i && count < max; i = i->ai_next) {
+        for (struct fsdpi_addrinfo *i = list; i && count < most; i = i->ai_next) {
             if (i->ai_family != (v6 ? AF_INET6 : AF_INET)) continue;
             memset(&out[count], 0, sizeof *out);
             memcpy(&out[count].at, i->ai_addr, i->ai_addrlen);
@@ -266,15 +266,15 @@ static int fsdpi_store_lookup_name(const fsdp_clock *clock, const char *host, in
     return count;
 }
 
-// Looks up a name, or each of the names "a,b": these share `max`. Each round does so, since a name
+// Looks up a name, or each of the names "a,b": these share `most`. Each round does so, since a name
 // may appear later than the program starts.
 static int fsdpi_store_lookup(const fsdp_clock *clock, const char *host, int64_t deadline,
-                              fsdpi_store_place *out, int max, fsdpi_text *why) {
+                              fsdpi_store_place *out, int most, fsdpi_text *why) {
     char name[sizeof(((fsdpi_store_where *)0)->host)];
     int names = 1, count = 0;
     for (const char *p = host; (p = strchr(p, ',')) != NULL; p++) names++;
-    const int each = names < max ? max / names : 1;
-    for (const char *comma = NULL; host && count < max; host = comma ? comma + 1 : NULL) {
+    const int each = names < most ? most / names : 1;
+    for (const char *comma = NULL; host && count < most; host = comma ? comma + 1 : NULL) {
         comma = strchr(host, ',');
         (void)snprintf(name, sizeof name, "%.*s", (int)strcspn(host, ","), host);
         count += fsdpi_store_lookup_name(clock, name, deadline, out + count, each, why);

@@ -541,7 +541,11 @@ typedef struct {
 H_FN usage usage_now(void) {
     usage u;
     u.descriptors = h_entries("/proc/self/fd"), u.threads = h_entries("/proc/self/task");
+#ifdef __GLIBC__
     u.heap = mallinfo2().uordblks;
+#else
+    u.heap = 0; /* musl does not count */
+#endif
     return u;
 }
 

@@ -145,24 +145,89 @@ gate_units_static() {
     ! nm -g --defined-only "$dir/a.o" | grep fsdp_ || die 'FSDP_STATIC exports symbols'
 }
 
-# FSDP_MATH_ONLY needs three headers and no function beyond mem* and str*. The rest needs Linux.
-gate_math_only() {
-    local bad h allowed
-    implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O1 -c -o "$work/math.o"
-    implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -fsyntax-only
-    implement fsdp.h | compile gcc c99 -U__linux__ -DFSDP_MATH_ONLY -fsyntax-only
-    bad=$(implement fsdp.h | gcc -std=c99 -I. -U__linux__ -fsyntax-only -x c - 2>&1 || true)
-    [[ $bad == *'#error "fsdp.h runs on Linux'*FSDP_MATH_ONLY* ]] ||
-        die 'on a system other than Linux no #error says what to do'
-    for h in dtensor safetensors; do # __cpu_model: data of the compiler's library. exp: of losses
-        implement "fsdp_$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -O1 -c -o "$work/$h.o"
-        implement "fsdp_$h.h" | compile g++ c++11 -DFSDP_MATH_ONLY -fsyntax-only
-        allowed='__cpu_model$'
-        [ $h = dtensor ] && allowed="$allowed|exp\$"
-        bad=$(nm -u "$work/$h.o" | awk -v allowed="^(mem|str|$allowed|__stack_chk|_GLOBAL_OFFSET)" \
-            '$2 !~ allowed {print $2}')
-        [ -z "$bad" ] || die "fsdp_$h.h calls:" $bad
+# Fails unless compiling standard input says one error and no more: refused TEXT COMPILER FLAG...
+refused() {
+    local text=$1 out
+    shift
+    out=$("$@" -Wall -Wextra -I. -fsyntax-only - 2>&1 | grep -E '(error|warning):') || true
+    [[ $out == *"#error \"$text"* || $out == *" \"$text"* ]] && [ "$(wc -l <<<"$out")" = 1 ] ||
+        die "'$*' does not refuse by one '#error $text':" "$out"
+}
+
+# Where the library does not run, one #error says so, and nothing else.
+gate_platforms() {
+    local cc=('gcc -std=c99 -x c' 'g++ -std=c++11 -x c++' 'clang -std=c99 -x c') c define
+    need clang
+    for c in "${cc[@]}"; do
+        for define in -D__APPLE__ -D_WIN32; do
+            implement | refused 'fsdp.h runs on Linux' $c -U__linux__ $define
+        done
+        implement | refused 'fsdp.h needs gcc or clang' $c -U__GNUC__
+        { printf '#include <stdint.h>\n#undef UINTPTR_MAX\n#define UINTPTR_MAX UINT32_MAX\n' &&
+            implement; } | refused 'fsdp.h needs 64 bits' $c
     done
+    # other compilers may not compile the declarations of a header of the C library
+    ! command -v tcc >/dev/null || implement | { ! tcc -I. -c -o "$work/tcc.o" - 2>&1; } |
+        grep -c '#error' | grep -qx 1 || die 'tcc is not refused by one #error'
+    for c in 387 both; do
+        implement | refused 'floats are computed with more bits' gcc -mfpmath=$c -x c
+        implement fsdp.h | refused 'floats are computed with more bits' gcc -mfpmath=$c \
+            -DFSDP_MATH_ONLY -x c
+    done
+}
+
+# Words that headers of other systems and libraries define as macros. Those of the second list take
+# arguments, so that a name without ( is none.
+odd_words='small far near huge hyper interface min max IN OUT OPTIONAL VOID CONST DELETE ERROR THIS
+    TRUE FALSE BOOL TEXT pascal cdecl None Bool Status True False Always Success Complex OK ERR NBBY
+    linux unix i386 sun mips arm vax sparc nil YES NO I B0 ECHO'
+odd_calls='MIN MAX move clear erase timeout echo filter scroll raw refresh roundup howmany powerof2
+    setbit clrbit isset isclr major minor makedev check verify require likely unlikely container_of'
+
+# The whole library compiles after such macros. The headers of the system come before them.
+gate_odd_macros() {
+    local w
+    {
+        printf '#include <%s.h>\n' arpa/inet dirent errno fcntl ifaddrs limits math netinet/in \
+            netinet/tcp poll pthread sched signal stdio stdlib string sys/eventfd sys/mman \
+            sys/socket sys/stat sys/syscall sys/un sys/wait time unistd asm/socket
+        [ "$(uname -m)" != x86_64 ] || include emmintrin.h
+        for w in $odd_words; do printf '#undef %s\n#define %s @odd@\n' "$w" "$w"; done
+        for w in $odd_calls; do printf '#undef %s\n#define %s(...) @odd@\n' "$w" "$w"; done
+        implement
+    } | compile gcc c99 $stub -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -DFSDP_BACKEND_FAKE \
+        -fsyntax-only
+}
+
+# FSDP_MATH_ONLY: a header has pure functions, which call nothing but mem* and str*, and, next to
+# them, what `calls` says; or it has none, and one #error says so.
+gate_math_only() {
+    local h c calls bad
+    for h in "${headers[@]%.h}" backends/fsdp_host_gemm; do
+        calls='_GLOBAL_OFFSET|__stack_chk|__cpu_model$' # __cpu_model: data of the compiler's library
+        case $h in
+        fsdp_checkpoint | fsdp_compress | fsdp_muon | fsdp_plan | fsdp_trace)
+            for c in 'gcc -std=c99 -x c' 'g++ -std=c++11 -x c++'; do
+                for bad in include implement; do
+                    $bad "$h.h" | refused "$h.h has no pure functions" $c -DFSDP_MATH_ONLY
+                done
+            done
+            continue ;;
+        fsdp_dtensor) calls+='|exp$' ;; # of losses
+        fsdp_optim) calls+='|pow$' ;;
+        esac
+        include "$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -fsyntax-only
+        implement "$h.h" | compile gcc c99 -DFSDP_MATH_ONLY -O1 -c -o "$work/math.o"
+        implement "$h.h" | compile g++ c++11 -DFSDP_MATH_ONLY -fsyntax-only
+        implement "$h.h" | compile gcc c99 -U__linux__ -DFSDP_MATH_ONLY -fsyntax-only
+        bad=$(nm -u "$work/math.o" | awk -v known="^(mem|str|$calls)" '$2 !~ known {print $2}')
+        [ -z "$bad" ] || die "$h.h calls:" $bad
+    done
+    ! command -v tcc >/dev/null || { # it stands for compilers without gcc's builtins
+        bad=$(implement fsdp.h fsdp_{dtensor,optim,replicate,safetensors}.h |
+            tcc -Wall -DFSDP_MATH_ONLY -I. -c -o "$work/math.o" - 2>&1) && [ -z "$bad" ] ||
+            die "tcc with FSDP_MATH_ONLY:" "$bad"
+    }
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
              $2 ~ /(^|\/)src\/(core|base)\// { part = length($1); next } # a part of it
@@ -172,9 +237,6 @@ gate_math_only() {
                  if ($2 !~ /^(stdint|stddef|string)\.h$/) print $2
              }')
     [ -z "$bad" ] || die "includes more than stdint, stddef, string:" $bad
-    bad=$(nm -u "$work/math.o" |
-        awk '$2 !~ /^(mem|str|__cpu_model$|__stack_chk|_GLOBAL_OFFSET)/ {print $2}')
-    [ -z "$bad" ] || die "calls:" $bad
 }
 
 # Exported names begin with fsdp_, and nothing writable is global but what a thread owns, and the
@@ -486,11 +548,12 @@ single_examples() { # DIGITS of their names
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests \
-        pragmas names english
+        pragmas names orders english
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
     printf 'warnings.%s\n' clang g++ # those of gcc fail the builds in .ci/run
-    echo budget && echo symbols && echo math_only && echo reverse
+    echo budget && echo symbols && echo math_only && echo platforms && echo odd_macros
+    echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'parts.%s\n' gcc.c99 g++.c++11
     printf 'last.%s\n' c99 gnu99

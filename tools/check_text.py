@@ -27,6 +27,8 @@
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist, and the files
+  orders     a word of a struct in src/core/, of shm and of local ranks that is used by atomic
+             operations names their memory orders at the start of its comment
   english    comments and documents say after, next to, eagerly, again, inside ... in place of the
              words in DIALECT: at most five of them stand in a file
 
@@ -761,6 +763,31 @@ def prose_of(path):
     if path.endswith(".md"):
         return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
     return "\n".join(m for m in STRING_OR_COMMENT.findall(text) if not m.startswith('"'))
+
+
+def check_orders():
+    """The orders of all accesses to a name are those of the declarations of that name."""
+    used, said = {}, {}
+    access = re.compile(r"\b(FSDPI_LOAD|FSDPI_STORE|__atomic_\w+)\(\(?(?:const \w+ \*\))?&?"
+                        r"\w[\w()]*((?:\[[^][]*(?:\[[^][]*\])?[^][]*\]|->\w+|\.\w+)+)"
+                        r"(?=((?:[^()]|\([^()]*\))*)\))")
+    classes = {"RELAXED": "relaxed", "SEQ_CST": "seq_cst"}
+    shared = [f"backends/fsdp_{what}.h" for what in ("comm", "gloo", "local", "shm_world",
+                                                     "signature")]
+    for path in sorted(glob.glob("src/core/*.h")) + shared:
+        for kind, member, rest in access.findall(code_of(path)):
+            name = re.findall(r"(?:->|\.)(\w+)", member)
+            orders = re.findall(r"__ATOMIC_(\w+)", rest) if kind[0] == "_" else ["ACQUIRE"]
+            if name:
+                used.setdefault(name[-1], set()).update(classes.get(o, "release") for o in orders)
+        for name, orders in re.findall(r"^ .*?(\w+)(?:\[\w+\])?; *// "
+                                       r"\[((?:(?:relaxed|release|seq_cst)(?:, )?)+)\]",
+                                       read(path), re.M):
+            said.setdefault(name, set()).update(orders.split(", "))
+    for name in sorted(set(used) | set(said)):
+        if used.get(name) != said.get(name):
+            yield (f"{name}: accesses are {', '.join(sorted(used.get(name, ['none'])))}, its "
+                   f"declarations say {', '.join(sorted(said.get(name, ['nothing'])))}")
 
 
 def check_english():

@@ -22,6 +22,7 @@
 #include "put_safe.h"
 #pragma GCC diagnostic pop
 #include <dirent.h>
+#include <limits.h> // PATH_MAX
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -28,15 +28,6 @@ static FSDPI_UNUSED int fsdpi_is_finite(double x) {
     return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
-#if defined(__clang__) && defined(__FAST_MATH__) && !defined(__x86_64__) && !defined(__i386__) &&  \
-    !defined(__powerpc64__) && !defined(__s390x__) &&                                              \
-    !(defined(__aarch64__) && __clang_major__ >= 15)
-#error "this clang ignores float_control, so -Ofast and -ffast-math change results: leave them out"
-#endif
-#if defined(__FLT_EVAL_METHOD__) && (__FLT_EVAL_METHOD__ == 1 || __FLT_EVAL_METHOD__ == 2)
-#error "floats are computed with more bits, which changes results: add -msse2 -mfpmath=sse"
-#endif
-
 // Arithmetic is precise from here on, even if the program is built with -Ofast.
 FSDP_PRECISE_BEGIN("O3")
 

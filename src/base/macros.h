@@ -19,8 +19,10 @@
 #endif
 #if defined(__GNUC__)
 #define FSDPI_MERGED static inline __attribute__((always_inline))
+#define FSDPI_PREFETCH(at) __builtin_prefetch(at)
 #else
 #define FSDPI_MERGED static inline
+#define FSDPI_PREFETCH(at) ((void)(at))
 #endif
 
 // CUDA kernels use the conversions of float.h, too.

@@ -34,6 +34,9 @@ struct fsdpi_timespec {
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
+extern int fsdpi_madvise(void *at, size_t bytes, int advice) __asm__("madvise");
+extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
+                           struct fsdpi_timespec *left) __asm__("nanosleep");
 
 static int64_t fsdpi_monotonic_ns(void *user) {
     struct fsdpi_timespec t;
@@ -48,6 +51,13 @@ static int64_t fsdpi_system_ns(int clock) {
     struct fsdpi_timespec t = {0, 0};
     (void)fsdpi_syscall(SYS_clock_gettime, clock, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
+    struct fsdpi_timespec t;
+    t.tv_sec = (long)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    (void)fsdpi_nanosleep(&t, NULL);
 }
 
 // Sleeps while *word == expected, at most timeout_ns, and may return early without a reason.
@@ -74,6 +84,13 @@ static inline void fsdpi_pause(void) {
 
 #define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+
+// Other threads and processes see earlier writes before later ones.
+static inline void fsdpi_release_fence(void) {
+#ifndef __SANITIZE_THREAD__ // gcc warns that it does not know fences
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+#endif
+}
 
 // AddressSanitizer stops a program that touches poisoned memory.
 #if defined(__SANITIZE_ADDRESS__)
@@ -132,13 +149,20 @@ static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
-// A word that is `value` in this process and 0 in every child that it forks; NULL: no memory.
+// Two words. The first one is `value` in this process, and fsdpi_fork_value reads it as 0 in every
+// child that it forks. The second one is 0 if the kernel clears both in a child, else the owner's
+// process: then each read is a system call. NULL: no memory.
 static uint32_t *fsdpi_fork_word(uint32_t value) {
-    void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
-    if (word == MAP_FAILED) return NULL;
-    (void)fsdpi_syscall(SYS_madvise, word, sizeof value, 18L /* MADV_WIPEONFORK */);
-    *(uint32_t *)word = value;
-    return (uint32_t *)word;
+    const size_t bytes = 2 * sizeof value;
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
+    if (at == MAP_FAILED) return NULL;
+    uint32_t *word = (uint32_t *)at;
+    word[1] = fsdpi_madvise(at, bytes, 18 /* MADV_WIPEONFORK */) ? (uint32_t)getpid() : 0;
+    word[0] = value;
+    return word;
+}
+static uint32_t fsdpi_fork_value(const uint32_t *word) {
+    return word[1] && word[1] != (uint32_t)getpid() ? 0 : FSDPI_LOAD(word);
 }
 
 // Returns 0 if the system has no random bits yet, soon after its start; it does not wait.
@@ -181,19 +205,20 @@ static const char *fsdpi_env(const char *name) {
     return text && *text ? text : NULL;
 }
 
-// An integer from min to max; a flag is 0 or 1. If the variable is not set, *out stays as it is.
+// An integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as it is.
 // After a failure *error has the text.
-static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
+static fsdp_status fsdpi_env_int(const char *name, int least, int most, int *out,
+                                 fsdpi_text *error) {
     const char *text = fsdpi_env(name);
     if (!text) return FSDP_OK;
     char *end;
     long value = strtol(text, &end, 10);
-    if (!*end && value >= min && value <= max) {
+    if (!*end && value >= least && value <= most) {
         *out = (int)value;
         return FSDP_OK;
     }
     fsdpi_text_add(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
-                   text, min, max);
+                   text, least, most);
     return FSDP_ERR_INVALID_ARG;
 }
 

@@ -292,7 +292,7 @@ static FSDPI_NOINLINE void fsdpi_reduce_around(char *dst, fsdp_dtype to, const c
         for (int k = 0; k < num; k++) {
             here[k] = srcs[k] + at * in;
             for (size_t line = 0; line < CHUNK * in; line += 64)
-                __builtin_prefetch(here[k] + AHEAD * in + line);
+                FSDPI_PREFETCH(here[k] + AHEAD * in + line);
         }
         if (has_loop) fsdpi_loops(chunk, to, here, num, from, n, scale);
         else fsdpi_loop_block((char *)chunk, to, here, num, from, n, scale, 0);

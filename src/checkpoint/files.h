@@ -21,9 +21,9 @@
 // The default fsdp_file_ops, and calls that retry and report failures. Strict C99 hides three
 // functions of unistd.h, which are declared here under private names of the same symbols.
 
-extern ssize_t fsdpi_ck_pread(int fd, void *buf, size_t count, int64_t at) __asm__("pread64");
+extern ssize_t fsdpi_ck_pread(int fd, void *buf, size_t count, int64_t at) __asm__("pread");
 extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,
-                               int64_t at) __asm__("pwrite64");
+                               int64_t at) __asm__("pwrite");
 extern int fsdpi_ck_fsync(int fd) __asm__("fsync");
 
 enum {

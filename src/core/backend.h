@@ -21,7 +21,7 @@ struct fsdp_threads {
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // not 0: the device's work does not end, so do not free its memory
+    uint32_t *stuck;       // [release] not 0: the device's work does not end: keep its memory
     const char *job;
     const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this
@@ -48,7 +48,7 @@ typedef struct fsdp_caps {
     int comm_threads;    // streams that may run collectives at the same time: 1 or more
     int default_comm_threads; // if the caller gives no number; equal on all ranks. 0: inline
     const char *because; // reason for default_comm_threads, a clause for texts ("as ..."); or NULL
-    const int64_t *comm_bytes; // bytes of device memory that making all comms took; or NULL
+    const int64_t *comm_bytes; // [release] bytes of device memory that all comms took; or NULL
 } fsdp_caps;
 
 /* One collective, as data. There are three such structs, because each has another reader. An

@@ -46,7 +46,7 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-static int fsdpi_is_child(const fsdp_world *w) { return !FSDPI_LOAD(w->state); }
+static int fsdpi_is_child(const fsdp_world *w) { return !fsdpi_fork_value(w->state); }
 
 // Returns the status of a failed world. Fails with E215 in a forked child, whose copy of the world
 // is not a rank; logs it once.
@@ -63,7 +63,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t
 }
 
 static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
-    uint32_t state = FSDPI_LOAD(w->state);
+    uint32_t state = fsdpi_fork_value(w->state);
     return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
 }
 

@@ -24,7 +24,11 @@
    writes. fsdp_world.flight is NULL if no flight record is wanted. The caller's thread, worker
    threads and backends write operations: each has its own entry. A reader takes an entry only if
    its number matches its place. The number is written after the other fields, except for
-   fingerprint, on_stream and end_ns. */
+   fingerprint, on_stream and end_ns.
+
+   A word that several threads or processes use names its memory order in front of its comment, here
+   and in run.h, objects.h and the backends: [relaxed]; [release], and its loads acquire; [seq_cst].
+   The gate text.orders compares this with the accesses. */
 
 enum {
     FSDPI_FLIGHT_OPS = 4096, // the last operations; the others: groups and steps
@@ -38,9 +42,11 @@ enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 
 // An operation. Times are of the world's clock, in ns. end_ns 0: it has not ended.
 typedef struct fsdpi_flight_op {
-    int64_t begin_ns, end_ns;
+    int64_t begin_ns;
+    int64_t end_ns;              // [relaxed]
     uint64_t count, fingerprint; // elements; what ranks compare, 0: not known
-    uint32_t number, seq;        // 1 + the operations before it; fsdp_op.seq; low bits of both
+    uint32_t number;             // [release] 1 + the operations before it; 0: is being written
+    uint32_t seq;                // fsdp_op.seq; of both the low bits
     uint32_t turn, step;         // 1 + its group's operations before it, 0: send, recv; the step
     int32_t root;
     uint16_t comm, reserved; // its place in comm
@@ -53,7 +59,7 @@ typedef struct fsdpi_flight_op {
 typedef struct fsdpi_flight_comm {
     uint64_t key, members; // the comm in this process; a hash of the members
     int32_t number, size, index, first, stride;
-    uint32_t turns; // operations so far
+    uint32_t turns; // [relaxed] operations so far
     char name[FSDPI_FLIGHT_NAME];
 } fsdpi_flight_comm;
 
@@ -65,24 +71,29 @@ typedef struct fsdpi_flight_step {
 
 struct fsdpi_flight_record {
     char magic[8];
-    uint32_t bytes, state; // size of this struct; FSDPI_FLIGHT_RUNS, ...
+    uint32_t bytes; // size of this struct
+    uint32_t state; // [release] FSDPI_FLIGHT_RUNS, ...
     int32_t rank, size, pid, status;
     int64_t pid_began; // field 22 of /proc/PID/stat: another process may get the number
     uint64_t boot, pids, clock; // fsdpi_boot_id, the PID namespace, fsdpi_system_clock_id
     // One moment on CLOCK_REALTIME, on the system's CLOCK_MONOTONIC and on the world's clock.
     int64_t real_ns, mono_ns, opened_ns;
     // A random number, and the sum of those of all ranks (fsdp_world_id); 0: not all have joined.
-    uint64_t own_id, id;
+    uint64_t own_id;
+    uint64_t id; // [release]
     int64_t ended_ns;
     char host[64], job[128], backend[16], path[512], failure[FSDPI_TEXT];
     // The last call of the program: FSDP_CALL_*, its unit's name, and when it began.
-    int64_t call_ns;
-    uint64_t calls;
+    int64_t call_ns; // [relaxed]
+    uint64_t calls;  // [release]
     uint32_t call, reserved_call;
     char call_what[FSDPI_FLIGHT_NAME]; // "": none
-    uint64_t begun, steps;          // operations and steps so far
-    int64_t step_begin_ns, comm_ns; // values of the present step
-    uint32_t num_comms, reserved;
+    uint64_t begun;        // [relaxed] operations so far
+    uint64_t steps;        // [release] steps so far
+    int64_t step_begin_ns; // of the present step, as the next one
+    int64_t comm_ns;       // [relaxed]
+    uint32_t num_comms;    // [release]
+    uint32_t reserved;
     fsdpi_flight_comm comm[FSDPI_FLIGHT_COMMS]; // [0]: operations on no known group
     fsdpi_flight_step last[FSDPI_FLIGHT_STEPS];
     fsdpi_flight_op op[FSDPI_FLIGHT_OPS];
@@ -216,7 +227,8 @@ static fsdpi_flight_op *fsdpi_flight_begin(fsdp_world *w, const fsdp_op *op) {
     while (at > 0 && f->comm[at].key != key) at--;
     uint64_t number = __atomic_add_fetch(&f->begun, 1, __ATOMIC_RELAXED);
     fsdpi_flight_op *o = &f->op[(number - 1) % FSDPI_FLIGHT_OPS];
-    (void)__atomic_exchange_n(&o->number, 0, __ATOMIC_ACQ_REL); // before the writes below
+    (void)__atomic_exchange_n(&o->number, 0, __ATOMIC_ACQ_REL);
+    fsdpi_release_fence(); // a reader sees the 0 before the writes below
     __atomic_store_n(&o->end_ns, 0, __ATOMIC_RELAXED);
     o->begin_ns = fsdpi_now(w);
     o->count = op->count;

@@ -27,11 +27,11 @@ typedef struct fsdpi_launcher {
     int is_manager;
 } fsdpi_launcher;
 
-static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min, int max,
+static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int least, int most,
                                        int *out) {
     char text[FSDPI_TEXT];
     fsdpi_text error = {text, sizeof text, 0};
-    fsdp_status status = fsdpi_env_int(name, min, max, out, &error);
+    fsdp_status status = fsdpi_env_int(name, least, most, out, &error);
     return status ? fsdp_fail(w, status, "%s", text) : FSDP_OK;
 }
 

@@ -54,7 +54,7 @@ static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
 static fsdp_status fsdpi_param_list_layout(const fsdp_unit *u, const fsdpi_dtype_group *part,
                                            int trainable, fsdp_layout *lay, fsdp_layout_param *tmp,
                                            fsdp_seg *segs, fsdp_block *blocks) {
-    int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t least = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
     for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_dtype_group_of(u, &u->params[i]) == part &&
@@ -63,7 +63,7 @@ static fsdp_status fsdpi_param_list_layout(const fsdp_unit *u, const fsdpi_dtype
     lay->world = fsdpi_shards(u);
     lay->rank = u->desc.info.shard_mesh_rank;
     lay->align = fsdpi_align_numel(u->model, part->param_dtype);
-    lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
+    lay->direct_numel = least == FSDP_DIRECT_NEVER ? least : fsdpi_ceil_div(least, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 

@@ -43,8 +43,8 @@ struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
     int log_level;
-    uint32_t hung;            // 1: work on the device did not end before the deadline
-    uint32_t *state;          // 1 + fsdp_status of the first failure; 0 in a forked child
+    uint32_t hung;            // [release] 1: work on the device did not end before the deadline
+    uint32_t *state;          // [release] fsdpi_fork_word: 1 + status of the first failure
     uint32_t fail_lock;       // fsdpi_lock of `failure`: worker threads fail the world, too
     char failure[FSDPI_TEXT]; // text of the first failure, written once
     char error[FSDPI_TEXT];   // text of the last failed call of the caller's thread

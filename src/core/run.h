@@ -124,9 +124,12 @@ struct fsdpi_worker {
     fsdp_world *world;
     pthread_t thread;
     uint64_t issued;             // records so far, from the caller's thread
-    uint32_t head, done;         // published, finished; low 32 bits of counts
-    uint32_t asleep, waited_for; // the worker sleeps on head; another thread sleeps on done
-    uint32_t stop, is_here;
+    uint32_t head;               // [release, seq_cst] published; low 32 bits of a count
+    uint32_t done;               // [release, seq_cst] finished; low 32 bits of a count
+    uint32_t asleep;             // [seq_cst] the worker sleeps on head
+    uint32_t waited_for;         // [seq_cst] another thread sleeps on done
+    uint32_t stop;               // [release, seq_cst]
+    uint32_t is_here;            // [release]
     fsdp_op ring[FSDPI_WORKER_OPS];
 };
 

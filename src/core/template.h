@@ -153,10 +153,10 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_d
 }
 
 static int fsdpi_templates_max(const fsdp_unit *u) {
-    int max = 0;
+    int most = 0;
     for (int kind = 0; kind < FSDPI_STEP_COUNT; kind++)
-        max += fsdpi_step_rows[kind].each ? u->layout.num_parts : 1;
-    return max;
+        most += fsdpi_step_rows[kind].each ? u->layout.num_parts : 1;
+    return most;
 }
 
 // Builds all templates of a unit. Requires its lists and the flat blocks.

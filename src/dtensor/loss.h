@@ -63,12 +63,12 @@ static int64_t fsdpi_dt_target(const fsdpi_dt_logits *l, int64_t target) {
 }
 
 FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype, int64_t rows,
-                                            int64_t cols, float *max) {
+                                            int64_t cols, float *maxima) {
     fsdpi_dt_logits l;
     fsdp_status status = fsdpi_dt_logits_begin(&l, "loss_parallel_max", logits, dtype, rows, cols,
                                                0);
     if (status) return status;
-    if (rows && (!max || (cols && !logits))) return fsdpi_dt_loss_null("loss_parallel_max");
+    if (rows && (!maxima || (cols && !logits))) return fsdpi_dt_loss_null("loss_parallel_max");
     for (int64_t i = 0; i < rows; i++) {
         double most = -HUGE_VAL;
         for (int64_t left = cols; left > 0;) {
@@ -77,27 +77,27 @@ FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype
                 if (l.block[k] > most || l.block[k] != l.block[k]) most = l.block[k];
             left -= count;
         }
-        max[i] = (float)most;
+        maxima[i] = (float)most;
     }
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_loss_parallel_sums(const void *logits, fsdp_dtype dtype, int64_t rows,
                                              int64_t cols, int64_t first, const int64_t *targets,
-                                             const float *max, float *sums) {
+                                             const float *maxima, float *sums) {
     fsdpi_dt_logits l;
     fsdp_status status = fsdpi_dt_logits_begin(&l, "loss_parallel_sums", logits, dtype, rows, cols,
                                                first);
     if (status) return status;
-    if (rows && (!targets || !max || !sums || (cols && !logits)))
+    if (rows && (!targets || !maxima || !sums || (cols && !logits)))
         return fsdpi_dt_loss_null("loss_parallel_sums");
     for (int64_t i = 0; i < rows; i++) {
         double sum = 0, hit = 0;
         int64_t target = fsdpi_dt_target(&l, targets[i]), at = 0;
         while (at < cols) {
             int count = fsdpi_dt_logits_next(&l, cols - at);
-            for (int k = 0; k < count; k++) sum += exp(l.block[k] - (double)max[i]);
-            if (target >= at && target < at + count) hit = l.block[target - at] - (double)max[i];
+            for (int k = 0; k < count; k++) sum += exp(l.block[k] - (double)maxima[i]);
+            if (target >= at && target < at + count) hit = l.block[target - at] - (double)maxima[i];
             at += count;
         }
         sums[i] = (float)sum, sums[rows + i] = (float)hit;
@@ -107,14 +107,14 @@ FSDP_API fsdp_status fsdp_loss_parallel_sums(const void *logits, fsdp_dtype dtyp
 
 FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsdp_dtype dtype,
                                              int64_t rows, int64_t cols, int64_t first,
-                                             const int64_t *targets, const float *max,
+                                             const int64_t *targets, const float *maxima,
                                              const float *sums, const float *dout) {
     fsdpi_dt_logits l;
     char *out = (char *)grad;
     fsdp_status status = fsdpi_dt_logits_begin(&l, "loss_parallel_grad", logits, dtype, rows, cols,
                                                first);
     if (status) return status;
-    if (rows && (!targets || !max || !sums || !dout || (cols && (!logits || !grad))))
+    if (rows && (!targets || !maxima || !sums || !dout || (cols && (!logits || !grad))))
         return fsdpi_dt_loss_null("loss_parallel_grad");
     for (int64_t i = 0; i < rows; i++) {
         int64_t target = fsdpi_dt_target(&l, targets[i]), at = 0;
@@ -122,7 +122,8 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
         while (at < cols) {
             int count = fsdpi_dt_logits_next(&l, cols - at);
             for (int k = 0; k < count; k++) { // without a gradient it is 0, even if a logit is NaN
-                double p = exp(l.block[k] - (double)max[i]) / (double)sums[i] - (at + k == target);
+                double p = exp(l.block[k] - (double)maxima[i]) / (double)sums[i] -
+                           (at + k == target);
                 l.block[k] = scale == 0 ? 0 : p * scale;
             }
             (void)fsdp_convert(out, dtype, l.block, FSDP_F64, count);

@@ -16,14 +16,14 @@
 
 typedef struct fsdpi_adamw_opt {
     fsdp_optim base;
-    fsdp_adamw_hyper hyper;
+    fsdp_adamw_hyper hypers;
     fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // for update number scalars_step[group]
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 } fsdpi_adamw_opt;
 
 typedef struct fsdpi_sgd_opt {
     fsdp_optim base;
-    fsdp_sgd_hyper hyper;
+    fsdp_sgd_hyper hypers;
 } fsdpi_sgd_opt;
 
 // AdamW. A group's scalars are computed again if its t or the step's lr has changed.
@@ -32,10 +32,10 @@ static void fsdpi_adamw_fill(fsdp_optim *o, const fsdpi_optim_span *run, double 
     fsdpi_adamw_opt *opt = (fsdpi_adamw_opt *)(void *)o;
     int group = run->first->group;
     if (opt->scalars_step[group] != run->step) {
-        opt->hyper.lr = lr;
-        opt->hyper.weight_decay = o->groups[group].weight_decay;
-        opt->hyper.step = run->step;
-        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
+        opt->hypers.lr = lr;
+        opt->hypers.weight_decay = o->groups[group].weight_decay;
+        opt->hypers.step = run->step;
+        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hypers);
         opt->scalars_step[group] = run->step;
     }
     u->kind = FSDP_UPDATE_ADAMW;
@@ -100,8 +100,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
                                     d.user, opt);
     if (status) return status;
-    fsdp_adamw_hyper *hyper = &((fsdpi_adamw_opt *)(void *)*opt)->hyper;
-    hyper->beta1 = d.beta1, hyper->beta2 = d.beta2, hyper->eps = d.eps;
+    fsdp_adamw_hyper *hypers = &((fsdpi_adamw_opt *)(void *)*opt)->hypers;
+    hypers->beta1 = d.beta1, hypers->beta2 = d.beta2, hypers->eps = d.eps;
     const double given[] = {d.beta1, d.beta2, d.eps};
     status = fsdpi_optim_agree(*opt, given, sizeof given);
     if (status) fsdp_optim_destroy(*opt), *opt = NULL;
@@ -110,11 +110,11 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
 
 // SGD.
 static void fsdpi_sgd_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
-    fsdp_sgd_hyper hyper = ((fsdpi_sgd_opt *)(void *)o)->hyper;
-    hyper.lr = lr;
-    hyper.weight_decay = o->groups[run->first->group].weight_decay;
-    hyper.step = run->step;
-    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hyper);
+    fsdp_sgd_hyper hypers = ((fsdpi_sgd_opt *)(void *)o)->hypers;
+    hypers.lr = lr;
+    hypers.weight_decay = o->groups[run->first->group].weight_decay;
+    hypers.step = run->step;
+    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hypers);
     u->kind = FSDP_UPDATE_SGD;
     memcpy(u->scalars, &k, sizeof k);
 }
@@ -166,8 +166,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
         status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
                                     d.user, opt);
     if (status) return status;
-    fsdp_sgd_hyper *hyper = &((fsdpi_sgd_opt *)(void *)*opt)->hyper;
-    hyper->momentum = d.momentum, hyper->dampening = d.dampening, hyper->nesterov = d.nesterov;
+    fsdp_sgd_hyper *hypers = &((fsdpi_sgd_opt *)(void *)*opt)->hypers;
+    hypers->momentum = d.momentum, hypers->dampening = d.dampening, hypers->nesterov = d.nesterov;
     const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
     status = fsdpi_optim_agree(*opt, given, sizeof given);
     if (status) fsdp_optim_destroy(*opt), *opt = NULL;

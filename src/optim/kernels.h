@@ -85,19 +85,21 @@ static void fsdpi_optim_store(void *p, fsdp_dtype dtype, const float *x, size_t 
 
 /* Computes out = sqrt(x), correctly rounded, by instructions. Compilers do not vectorise the C
    library's functions because of errno, and clang -Ofast estimates them in spite of its pragmas. */
-#if defined(__GNUC__) && defined(__SSE2__)
-#ifdef __AVX__
-#define FSDPI_VEX "v"
+#if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__))
+#if defined(__aarch64__)
+#define FSDPI_SQRT(s, d) "fsqrt %0." d ", %0." d : "+w"(v)
+#elif defined(__AVX__)
+#define FSDPI_SQRT(s, d) "vsqrt" s " {%0, %0|%0, %0}" : "+x"(v)
 #else
-#define FSDPI_VEX
+#define FSDPI_SQRT(s, d) "sqrt" s " {%0, %0|%0, %0}" : "+x"(v)
 #endif
 typedef float fsdpi_f32x4 __attribute__((vector_size(16)));
 
 static inline void fsdpi_sqrt_16(int wide, char *out, const char *x, size_t nbytes) { // <= 16 bytes
     fsdpi_f32x4 v = {0, 0, 0, 0};
     memcpy(&v, x, nbytes);
-    if (wide) __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
-    else __asm__(FSDPI_VEX "sqrtps {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
+    if (wide) __asm__(FSDPI_SQRT("pd", "2d"));
+    else __asm__(FSDPI_SQRT("ps", "4s"));
     memcpy(out, &v, nbytes);
 }
 static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
@@ -107,7 +109,7 @@ static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
     for (; at + 16 <= nbytes; at += 16) fsdpi_sqrt_16(wide, to + at, from + at, 16);
     if (at < nbytes) fsdpi_sqrt_16(wide, to + at, from + at, nbytes - at);
 }
-#undef FSDPI_VEX
+#undef FSDPI_SQRT
 #else
 static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
     for (size_t i = 0; i < count; i++)
@@ -284,6 +286,43 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
     }
 }
 
+FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
+                                const fsdp_adamw_hyper *hypers) {
+    (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hypers);
+}
+
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                          const void *g, void *m, void *v, int64_t count,
+                                          const fsdp_adamw_hyper *hypers) {
+    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
+    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hypers)
+        return FSDP_ERR_INVALID_ARG;
+    if (count == 0) return FSDP_OK;
+    if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
+    fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hypers);
+    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k, NULL);
+    return FSDP_OK;
+}
+
+FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
+                              const fsdp_sgd_hyper *hypers) {
+    (void)fsdp_sgd_update_as(FSDP_F32, p, FSDP_F32, g, b, count, hypers);
+}
+
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                        const void *g, void *b, int64_t count,
+                                        const fsdp_sgd_hyper *hypers) {
+    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
+    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hypers)
+        return FSDP_ERR_INVALID_ARG;
+    if (count == 0) return FSDP_OK;
+    if (!p || !g || (!b && hypers->momentum > 0)) return FSDP_ERR_INVALID_ARG;
+    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(hypers);
+    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k, NULL);
+    return FSDP_OK;
+}
+
+#ifndef FSDP_MATH_ONLY
 // Computes b += (g - b) * s[0], and u = g + (b - g) * s[1] or u = b. Stores products before adding
 // them.
 static FSDPI_OPTIM_NOINLINE void fsdpi_momentum_block(float *u, const float *g, float *b,
@@ -328,43 +367,6 @@ static void fsdpi_muon(const fsdp_update *u, const fsdpi_rounding *r) {
     }
 }
 
-FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
-                                const fsdp_adamw_hyper *hyper) {
-    (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);
-}
-
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
-                                          const void *g, void *m, void *v, int64_t count,
-                                          const fsdp_adamw_hyper *hyper) {
-    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
-    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
-        return FSDP_ERR_INVALID_ARG;
-    if (count == 0) return FSDP_OK;
-    if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
-    fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hyper);
-    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k, NULL);
-    return FSDP_OK;
-}
-
-FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
-                              const fsdp_sgd_hyper *hyper) {
-    (void)fsdp_sgd_update_as(FSDP_F32, p, FSDP_F32, g, b, count, hyper);
-}
-
-FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
-                                        const void *g, void *b, int64_t count,
-                                        const fsdp_sgd_hyper *hyper) {
-    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
-    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
-        return FSDP_ERR_INVALID_ARG;
-    if (count == 0) return FSDP_OK;
-    if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
-    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(hyper);
-    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k, NULL);
-    return FSDP_OK;
-}
-
-#ifndef FSDP_MATH_ONLY
 // Sets the scalars of FSDP_UPDATE_MUON: 1 - lr*weight_decay, lr*factor*sqrt(max(ratio, least)).
 static inline void fsdpi_muon_prepare(double *scalars, double lr, const fsdp_optim_group *group,
                                       double rows, double columns, double least, double factor) {

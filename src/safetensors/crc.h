@@ -9,9 +9,6 @@
 
 #include <string.h>
 
-#if defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h> // __crc32cd, __crc32cb
-#endif
 // CRC-32C. Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
 
 // Entry i of a table is the XOR of the entries of its bits: 8 numbers define a table.
@@ -71,7 +68,11 @@ static uint32_t fsdpi_crc_by_table(uint32_t crc, const unsigned char *p, int64_t
 
 // nvcc does not accept gcc's names of instructions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
+#if defined(__clang__) && __clang_major__ >= 14 // there sse4.2 alone may lack these instructions
+#define FSDPI_CRC_TARGET __attribute__((target("crc32")))
+#else
 #define FSDPI_CRC_TARGET __attribute__((target("sse4.2")))
+#endif
 FSDPI_CRC_TARGET static inline uint32_t fsdpi_crc_8(uint32_t crc, const unsigned char *p) {
     unsigned long long x;
     memcpy(&x, p, 8);
@@ -81,15 +82,22 @@ FSDPI_CRC_TARGET static inline uint32_t fsdpi_crc_1(uint32_t crc, const unsigned
     return __builtin_ia32_crc32qi(crc, *p);
 }
 static int fsdpi_crc_has_instruction(void) { return __builtin_cpu_supports("sse4.2") != 0; }
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
+#elif defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__CUDACC__)
 #define FSDPI_CRC_TARGET
+extern unsigned long fsdpi_crc_getauxval(unsigned long type) __asm__("getauxval");
 static inline uint32_t fsdpi_crc_8(uint32_t crc, const unsigned char *p) {
-    return __crc32cd(crc, fsdpi_st_little_endian(p));
+    uint64_t x = fsdpi_st_little_endian(p);
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(x));
+    return crc;
 }
 static inline uint32_t fsdpi_crc_1(uint32_t crc, const unsigned char *p) {
-    return __crc32cb(crc, *p);
+    uint32_t x = *p;
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(x));
+    return crc;
 }
-static int fsdpi_crc_has_instruction(void) { return 1; }
+static int fsdpi_crc_has_instruction(void) {
+    return fsdpi_crc_getauxval(16 /* AT_HWCAP */) >> 7 & 1; // HWCAP_CRC32
+}
 #else
 #define fsdpi_crc_by_instruction fsdpi_crc_by_table
 static int fsdpi_crc_has_instruction(void) { return 0; }

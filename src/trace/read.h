@@ -106,8 +106,8 @@ static int fsdpi_tr_check_sections(fsdpi_tr_rank *r, const char *name, const fsd
 // Returns 1 if a rank's times are less than nine years from the moment when its file was written.
 // So differences of times, and sums of a few, do not overflow.
 static int fsdpi_tr_is_time(const fsdpi_tr_header *h, int64_t begin, int64_t end) {
-    const int64_t near = (int64_t)1 << 58;
-    return begin > h->clock_ns - near && end >= begin && end < h->clock_ns + near;
+    const int64_t limit = (int64_t)1 << 58;
+    return begin > h->clock_ns - limit && end >= begin && end < h->clock_ns + limit;
 }
 
 static int fsdpi_tr_is_clock(int64_t ns) {
@@ -219,10 +219,10 @@ static void fsdpi_tr_bound(const fsdpi_tr_rank *a, const fsdpi_tr_rank *b, uint6
    two bounds that are far from exact imply more, that is an error. */
 static int fsdpi_tr_shift(fsdpi_tr_rank *r, const fsdpi_tr_rank *first, const int64_t shift[2],
                           const fsdpi_tr_why *why) {
-    const int64_t near = (int64_t)1 << 58;
+    const int64_t limit = (int64_t)1 << 58;
     for (int k = 0; k < 2; k++) {
         int64_t off = r->head.clock_ns + shift[k] - first->head.clock_ns;
-        if (off <= -near || off >= near)
+        if (off <= -limit || off >= limit)
             return fsdpi_tr_refuse(why, "the traces of ranks %d and %d are years apart",
                                    first->head.rank, r->head.rank);
     }
@@ -253,9 +253,9 @@ static int fsdpi_tr_shift(fsdpi_tr_rank *r, const fsdpi_tr_rank *first, const in
    shift each; between them it is a line. */
 static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t shift[2],
                              const fsdpi_tr_why *why) {
-    const int64_t far = (int64_t)1 << 62;
+    const int64_t limit = (int64_t)1 << 62;
     const fsdpi_tr_rank *r = &job->rank[j], *first = &job->rank[0];
-    int64_t bound[2][2] = {{-far, far}, {-far, far}}, error = 0;
+    int64_t bound[2][2] = {{-limit, limit}, {-limit, limit}}, error = 0;
     for (int b = j; b < job->num; b++) {
         if (job->rank[b].head.clock != r->head.clock) continue;
         int a = 0;
@@ -266,8 +266,8 @@ static int fsdpi_tr_clock_of(const fsdpi_tr_job *job, int j, int force, int64_t 
         fsdpi_tr_bound(&job->rank[a], &job->rank[b], 0, FSDPI_TR_MEETINGS, bound[0]);
         fsdpi_tr_bound(&job->rank[a], &job->rank[b], FSDPI_TR_MEETINGS, UINT64_MAX, bound[1]);
     }
-    int known = bound[0][0] > -far;
-    if (bound[1][0] == -far) memcpy(bound[1], bound[0], sizeof bound[1]);
+    int known = bound[0][0] > -limit;
+    if (bound[1][0] == -limit) memcpy(bound[1], bound[0], sizeof bound[1]);
     for (int k = 0; k < 2 && known; k++) {
         int64_t middle = (int64_t)(((uint64_t)bound[k][1] - (uint64_t)bound[k][0] + 1) / 2);
         if (bound[k][1] < bound[k][0])

@@ -32,7 +32,6 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -764,12 +763,9 @@ OS_FN int os_socket(int family, int type, int protocol) {
                         !(type & SOCK_NONBLOCK));
 }
 
-OS_FN int os_eventfd(unsigned count, int flags) {
+OS_FN int os_eventfd(void) {
     os_enter();
-    if (os_site(OS_EVENTFD)) return -1;
-    int fd = os_open_sock(OS_EVENT, 0, !(flags & EFD_NONBLOCK));
-    if (fd >= 0) os_fd(fd)->count = count;
-    return fd;
+    return os_site(OS_EVENTFD) ? -1 : os_open_sock(OS_EVENT, 0, 0);
 }
 
 OS_FN int os_close(int fd) {
@@ -877,7 +873,7 @@ OS_FN int os_connect(int fd, const struct sockaddr *a, socklen_t size) {
     return -1;
 }
 
-OS_FN int os_accept(int fd, int flags) {
+OS_FN int os_accept(int fd) {
     os_enter();
     os_sock *s = os_fd(fd);
     if (!s || os_interrupted() || os_site(OS_ACCEPT)) return -1;
@@ -889,7 +885,7 @@ OS_FN int os_accept(int fd, int flags) {
     s->queued--;
     memmove(s->queue, s->queue + 1, (size_t)s->queued * sizeof *s->queue);
     c->proc = os_self();
-    c->blocking = !(flags & SOCK_NONBLOCK);
+    c->blocking = 0;
     os_say("accepts %d", got);
     return got;
 }
@@ -1100,7 +1096,7 @@ OS_FN int os_thread_create(pthread_t *out, const pthread_attr_t *attr, void *(*f
 }
 
 OS_FN int os_thread_join(pthread_t thread, void **out) {
-    int i = (int)thread;
+    int i = (int)(intptr_t)thread; /* in musl pthread_t is a pointer */
     (void)out;
     os_enter();
     while (os.tasks[i].state != OS_DONE) {
@@ -1112,7 +1108,7 @@ OS_FN int os_thread_join(pthread_t thread, void **out) {
 }
 
 OS_FN int os_thread_detach(pthread_t thread) {
-    os_task *t = &os.tasks[(int)thread];
+    os_task *t = &os.tasks[(int)(intptr_t)thread];
     t->detached = 1;
     if (t->state == OS_DONE) t->state = OS_FREE;
     return 0;
@@ -1154,11 +1150,7 @@ OS_FN long os_syscall(long number, ...) {
     long result = 0;
     va_list args;
     va_start(args, number);
-    if (number == SYS_accept4) {
-        int fd = va_arg(args, int);
-        (void)va_arg(args, void *), (void)va_arg(args, void *);
-        result = os_accept(fd, va_arg(args, int));
-    } else if (number == SYS_getrandom) {
+    if (number == SYS_getrandom) {
         unsigned char *out = va_arg(args, unsigned char *);
         size_t size = va_arg(args, size_t);
         os_enter();
@@ -1308,7 +1300,6 @@ void freeaddrinfo(struct addrinfo *list) { free(list); }
 
 /* The code that is included from here on calls the functions of this file. */
 #define socket               os_socket
-#define eventfd              os_eventfd
 #define close                os_close
 #define bind                 os_bind
 #define listen               os_listen
@@ -1340,6 +1331,8 @@ void freeaddrinfo(struct addrinfo *list) { free(list); }
 #define fsdpi_unlock         os_unlock
 #define fsdpi_sleep_ns       os_sleep
 #define fsdpi_same_user      os_same_user
+#define fsdpi_accept         os_accept
+#define fsdpi_event          os_eventfd
 #define fsdpi_env            os_env
 #undef FSDPI_LOAD
 #undef FSDPI_STORE

@@ -989,14 +989,14 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
         CHECK_OK(fsdpi_gloo_make_messages(c));
         int64_t bytes = heap.live_bytes;
         snprintf(w_case, sizeof w_case, "W=%d: %lld bytes, %zu small", size, (long long)bytes,
-                 c->small);
-        W_CHECK(c->small >= 2048 && c->small <= 32768 && c->small % 64 == 0, "small");
+                 c->small_bytes);
+        W_CHECK(c->small_bytes >= 2048 && c->small_bytes <= 32768 && c->small_bytes % 64 == 0, "small");
         W_CHECK(fake.calls[BUFFER_CREATE] == 3 * (size - 1), "buffers");
-        W_CHECK(fake.most_buffer == c->small + 256 && fake.least_buffer == fake.most_buffer,
+        W_CHECK(fake.most_buffer == c->small_bytes + 256 && fake.least_buffer == fake.most_buffer,
                 "%zu to %zu bytes", fake.least_buffer, fake.most_buffer);
         W_CHECK(fake.received == fake.most_buffer, "%zu bytes are expected", fake.received);
         W_CHECK(bytes >= (int64_t)(3 * (size_t)size * fake.most_buffer), "too short");
-        W_CHECK(c->small == 2048 || bytes < (4 << 20) + size * 800 + 64, "too much");
+        W_CHECK(c->small_bytes == 2048 || bytes < (4 << 20) + size * 800 + 64, "too much");
         fake.least_buffer = fake.most_buffer = 0;
         CHECK_OK(fsdpi_gloo_make_scratch(c));
         bytes = heap.live_bytes - bytes;

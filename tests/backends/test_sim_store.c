@@ -19,7 +19,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" /* the rest of it */
 #include "fsdp.h"
-#include "backends/fsdp_signature.h"
+#include "src/base/os_net.h"
 #include "sim_hosts.h"
 // After it:
 #include "backends/fsdp_store_world.h"
@@ -268,7 +268,7 @@ static void *stranger_main(void *arg) {
         } else if (!bind(fd, (struct sockaddr *)&v4, sizeof v4) && !listen(fd, 8)) {
             for (int i = 0; i < 100; i++) {
                 nap(40);
-                peer = os_accept(fd, SOCK_NONBLOCK);
+                peer = os_accept(fd);
                 if (peer < 0) continue;
                 speak(peer, how);
                 close(peer);
