@@ -225,8 +225,9 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_store_core_push(core, FSDPI_STORE_ALL_JOINED, core->reached, strlen(core->reached));
 }
 
-/* The first frame of a connection: a client proves that it knows the token. The tag of the answer
-   proves the same of the server. A client that is refused may be a rank of another job. */
+// Handles the first frame of a connection, in which a client proves that it knows the token. The
+// tag of the answer proves the same for the server. A client that is refused may be a rank of
+// another job.
 static void fsdpi_store_core_prove(fsdpi_store_core *core, fsdpi_conn *conn, fsdpi_frame *f,
                                    int64_t now) {
     if (f->op == FSDPI_STORE_PROVE && !f->key_size &&

@@ -88,7 +88,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
     return fsdpi_store_set(w->store, key, address, strlen(address));
 }
 
-// Asks the store about a rank. Returns 0 if it does not answer.
+// Queries the store for the state of a rank. Returns 0 if the store does not answer.
 static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
     char key[32];
     size_t bytes;

@@ -92,8 +92,9 @@ static inline void fsdpi_poison(const void *at, size_t bytes) { (void)at, (void)
 static inline void fsdpi_unpoison(const void *at, size_t bytes) { (void)at, (void)bytes; }
 #endif
 
-// A lock for a few instructions, as around an error text. 0: free, 1: taken, 2: taken, and another
-// thread may sleep until it is free.
+// Takes a lock if it is free, and returns 1 if so. The lock guards a few instructions, such as
+// those that set an error text. 0: free, 1: taken, 2: taken, and another thread may sleep until it
+// is free.
 static int fsdpi_try_lock(uint32_t *lock) {
     uint32_t none = 0;
     return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
@@ -127,12 +128,13 @@ extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
                                const void *in_library) __asm__("__cxa_thread_atexit_impl")
     __attribute__((weak)); // glibc's
 
-// Until this thread ends, dlclose does not unload the library that has this code.
+// Keeps dlclose from unloading the library that has this code, until this thread ends.
 static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
-// A word that is `value` in this process and 0 in every child that it forks; NULL: no memory.
+// Returns a new word that is `value` in this process and 0 in every child that it forks; NULL: no
+// memory.
 static uint32_t *fsdpi_fork_word(uint32_t value) {
     void *word = mmap(NULL, sizeof value, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (word == MAP_FAILED) return NULL;
@@ -175,14 +177,14 @@ static uint64_t fsdpi_system_clock_id(void) {
 // The one reader of environment variables. An empty variable counts as not set. If a variable has a
 // wrong value, fsdp_init fails and names it.
 
-// NULL: the variable is not set, or is empty.
+// Returns the value of a variable; NULL if it is not set, or is empty.
 static const char *fsdpi_env(const char *name) {
     const char *text = name ? getenv(name) : NULL;
     return text && *text ? text : NULL;
 }
 
-// An integer from min to max; a flag is 0 or 1. If the variable is not set, *out stays as it is.
-// After a failure *error has the text.
+// Reads an integer from min to max; a flag is 0 or 1. If the variable is not set, *out stays as it
+// is. Writes the text of a failure to *error.
 static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
     const char *text = fsdpi_env(name);
     if (!text) return FSDP_OK;

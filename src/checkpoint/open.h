@@ -555,7 +555,7 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_he
 /* -------------------------------------------------------------------------------------------- */
 // Parsing the block.
 
-typedef struct fsdpi_ck_data_file { // a data file
+typedef struct fsdpi_ck_data_file {
     const char *name;
     int64_t bytes, header; // bytes of the file; 8 + N
     int64_t first, num;    // its entries

@@ -370,8 +370,7 @@ static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     return status;
 }
 
-/* Arguments of a job that compares the checksums of the blocks mine, mine + of, ... of all files.
-   */
+// Arguments of a job that verifies every `of`-th block of all files, from block `mine` on.
 typedef struct fsdpi_ck_verify_job {
     fsdpi_ck_reader *r;
     int64_t mine, of, num_blocks;

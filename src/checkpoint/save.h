@@ -152,7 +152,7 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     return status;
 }
 
-// Rank 0 parses the headers of all ranks, and checks that their boxes tile every tensor.
+// Parses the headers of all ranks, and checks that their boxes tile every tensor. Rank 0 calls it.
 static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call, const char *text,
                                           const int64_t *at, fsdpi_ck_buffer *work) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;

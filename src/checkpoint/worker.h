@@ -30,8 +30,8 @@ static int64_t fsdpi_ck_now(void) { // monotonic, in nanoseconds
 #define FSDPI_CK_GET(p)    __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_CK_PUT(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
-// A futex that counts rings. A waiting thread first reads the count and then tests its condition.
-// It sleeps only if the count has not changed since.
+// Wakes all threads that wait for the bell, a futex that counts rings. A waiting thread first reads
+// the count and then tests its condition. It sleeps only if the count has not changed since.
 static void fsdpi_ck_ring(uint32_t *bell) {
     __atomic_add_fetch(bell, 1, __ATOMIC_RELEASE);
     (void)fsdpi_ck_syscall(SYS_futex, bell, 129 /* wake, private */, 0x7FFFFFFF, NULL, NULL, 0);

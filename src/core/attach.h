@@ -47,7 +47,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     return FSDP_OK;
 }
 
-// The first unit that holds a slot which an extension gave it; NULL: there is none.
+// Returns the first unit that holds a slot which an extension gave it; NULL: there is none.
 static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {

@@ -44,12 +44,12 @@ static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
     return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 
-// Close the spare memory of a new buffer, and open all of it before it is freed. The latter returns
-// the first address.
+// Closes the spare memory of a new buffer.
 static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (buf->ptr && fsdpi_can_close(w))
         fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
 }
+// Opens all memory of a buffer before it is freed. Returns its first address.
 static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (!fsdpi_can_close(w)) return buf->ptr;
     fsdpi_unpoison(fsdpi_spot(buf, 0), fsdpi_room(w, buf));

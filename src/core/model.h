@@ -17,7 +17,7 @@
 #include "unit.h"
 #include "watch.h"
 
-// Takes an extension out and ends it. None of its records is under way.
+// Takes an extension out and ends it. None of its ops is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
     fsdpi_attached *gone = *at;
     *at = gone->next;

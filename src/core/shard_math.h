@@ -51,7 +51,7 @@ FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsd
     return FSDP_OK;
 }
 
-// Chunk, sizes and kind of one parameter; offsets follow in fsdp_layout_params.
+// Computes chunk, sizes and kind of one parameter; fsdp_layout_params computes offsets.
 static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_param *p) {
     if (p->ndim < 1 || p->ndim > FSDP_MAX_DIMS || p->shard_dim < 0 || p->shard_dim >= p->ndim)
         return FSDP_ERR_INVALID_ARG;

@@ -366,7 +366,7 @@ static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
     return all ? FSDP_OK : fsdpi_dt_other_failed(w);
 }
 
-// Also fails if ranks pass different descs.
+// Returns the status on which all ranks agree. Also fails if ranks pass different descs.
 static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp_status status) {
     int32_t numbers[FSDP_MAX_DIMS + 6];
     memset(numbers, 0, sizeof numbers);

@@ -26,7 +26,8 @@ struct fsdp_sgd {
     fsdp_sgd_hyper hyper;
 };
 
-// AdamW. A group's scalars are computed again if its t or the step's lr has changed.
+// Fills in an update of AdamW. Computes a group's scalars again if its t or the step's lr has
+// changed.
 static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr,
                              fsdp_update *u) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
@@ -123,7 +124,7 @@ FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
     return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
 }
 
-// SGD.
+// Fills in an update of SGD.
 static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
     fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
     hyper.lr = lr;

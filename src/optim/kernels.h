@@ -23,7 +23,7 @@
 // one loop stores the products of a block, and another one adds them. Blocks stay in the
 // first-level cache. Source: torch.optim, single-tensor functions.
 
-#define FSDPI_OPTIM_BLOCK 512 // elements
+#define FSDPI_OPTIM_BLOCK 512 // elements of a block
 
 // The source of random bits for stochastic rounding; see fsdp_update.
 typedef struct fsdpi_rounding {

@@ -1,4 +1,4 @@
-/* optim/updates.h - updates as records, which the loops or a device make
+/* optim/updates.h - updates as ops, which the loops or a device make
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H

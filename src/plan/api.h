@@ -328,7 +328,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     return unit ? 0 : fsdpi_plan_finalize(p, status);
 }
 
-// `call` of the extension.
+// Answers a call from the tape, if it is the program's next one: `call` of the extension.
 static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                              fsdp_status *status) {
     fsdp_plan *p = (fsdp_plan *)user;

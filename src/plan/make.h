@@ -411,7 +411,8 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
                               "steps run eagerly");
 }
 
-// Also fails if `hash` is not 0 and differs between ranks.
+// Returns the status on which all ranks agree. Also fails if `hash` is not 0 and differs between
+// ranks.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};

@@ -1,4 +1,4 @@
-/* plan/replay.h - records emitted again, and reductions that have waited
+/* plan/replay.h - ops emitted again, and reductions that have waited
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

@@ -118,7 +118,7 @@ static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
     return i;
 }
 
-// `buffer` in the dry run: returns a slot for each use, in the order of acquiring.
+// Returns a slot for each use, in the order of acquiring: `buffer` in the dry run.
 static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                                        fsdp_buf *released) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
@@ -157,7 +157,7 @@ static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
 }
 
-// `op` in the dry run: notes an op.
+// Notes an op: `op` in the dry run.
 static int fsdpi_plan_lower_op(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called

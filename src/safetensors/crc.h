@@ -110,8 +110,9 @@ static uint32_t fsdpi_crc_behind_lane(uint32_t crc) {
     for (int i = 0; i < 32; i++) moved ^= fsdpi_crc_lane[i] & (0u - (crc >> i & 1));
     return moved;
 }
-// Each instruction needs the result of the one before it, and a core can run three at once. So
-// three lanes of bytes, adjacent in memory, are read in parallel.
+// Computes a CRC with the processor's instruction. Each instruction needs the result of the one
+// before it, and a core can run three at once. So three lanes of bytes, adjacent in memory, are
+// read in parallel.
 FSDPI_CRC_TARGET static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const unsigned char *p,
                                                           int64_t n) {
     for (; n >= 3 * FSDPI_CRC_LANE; n -= 3 * FSDPI_CRC_LANE, p += 3 * FSDPI_CRC_LANE) {
