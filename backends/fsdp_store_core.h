@@ -1,5 +1,11 @@
 /* fsdp_store_core.h - the server as a state machine, without sockets and clocks
 
+   The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
+   fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
+   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
+   Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
+     fsdp_store.h (fsdpi_store_after) and 1 other file.
+
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -20,10 +26,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
-
-// The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
-// fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
-// more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
 
 enum {
     FSDPI_CONN_STRANGER, // has not proven the token

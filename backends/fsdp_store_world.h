@@ -3,6 +3,8 @@
    For backends without common memory. The store keeps the world's failure, pushes it to all ranks,
    and makes one itself when a rank is lost. A backend's world begins with fsdpi_store_world; its
    table has the functions below.
+   Callers: fsdp_nccl.h (fsdpi_store_world_tell), fsdp_gloo.h (fsdpi_store_world_verdict) and
+     fsdp_local.h (fsdpi_store_world_of).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -19,8 +19,8 @@
              backends/; only src/plan/, the upper floor of the core, uses those of src/core/. All
              use those of src/base/
   tests      each test that CONTRIBUTING.md, docs/parity.md or a command of a document names is in
-             tests/; each row of a table there whose last column is "tests" names one; each test that
-             is ported from PyTorch has a comment "PyTorch: FILE.py test_NAME. STATE: text.";
+             tests/; each row of a table there whose last column is "tests" names one; each test
+             that is ported from PyTorch has a comment "PyTorch: FILE.py test_NAME. STATE: text.";
              docs/parity.md lists none of these as missing, and each rule of test_golden_events.c.
              With FSDP_RAN, which run_tests.sh sets: what is named or ported passed in that run,
              with all its rows. The numbers of recorded cases in documents are those that the tests

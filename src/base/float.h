@@ -1,6 +1,9 @@
 /* base/float.h - one element: conversions between floating dtypes, NaN and infinity
 
    A part of fsdp.h, and of the CUDA kernels.
+   Invariant: the same inputs give the same bits with any compiler flags.
+   Callers: backends/fsdp_cuda.cu (fsdpi_f32_bits), reduce.h (fsdpi_at), core/clip.h (fsdpi_is_nan)
+     and 4 other files.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -12,8 +15,6 @@
 #include "macros.h"
 
 #include <string.h> // memcpy
-
-// Invariant: the same inputs give the same bits with any compiler flags.
 
 // Returns 1 if x is a NaN. Tests bits, because a compiler may assume that there are no NaNs.
 static FSDPI_UNUSED int fsdpi_is_nan(double x) {

@@ -1,5 +1,10 @@
 /* base/os.h - the calls of the operating system (Linux), a lock, the environment
 
+   The few calls of the operating system that the library needs. Strict C99 hides some of them. The
+   library declares these under private names of the same symbols, and needs no feature macros.
+   Callers: backends/fsdp_nccl.h (fsdpi_unlock), backends/fsdp_store.h (fsdpi_unlock),
+     backends/fsdp_shm_world.h (fsdpi_futex_wake_all) and 20 other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -14,9 +19,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// The few calls of the operating system that the library needs. Strict C99 hides some of them. The
-// library declares these under private names of the same symbols, and needs no feature macros.
 
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open

@@ -1,5 +1,11 @@
 /* base/reduce.h - the one reduction: every loop over elements that casts, adds or scales
 
+   Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
+   the ranks. No expression both multiplies and adds: a compiler may contract the two to an
+   operation with one rounding. Loops work on blocks that stay in the first-level cache.
+   Callers: programs, backends/fsdp_shm_world.h (fsdpi_reduce), core/host.h (fsdpi_load_f64),
+     backends/fsdp_fake.h (fsdpi_reduce) and 1 other file.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -12,10 +18,6 @@
 #include "macros.h"
 
 #include <string.h> // memcpy, memmove
-
-// Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
-// the ranks. No expression both multiplies and adds: a compiler may contract the two to an
-// operation with one rounding. Loops work on blocks that stay in the first-level cache.
 
 #define FSDPI_BLOCK    512 // elements: with whole pages, aligned sources would share cache lines
 #define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over

@@ -1,5 +1,9 @@
 /* checkpoint/worker.h - one thread that makes file calls, so that the caller's need not wait
 
+   Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
+   memory that the caller has prepared, and neither the world nor the model.
+   Callers: save.h (fsdpi_ck_now), api.h (fsdpi_ck_now), rounds.h (fsdpi_ck_now) and 2 other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -11,9 +15,6 @@
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-// Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
-// memory that the caller has prepared, and neither the world nor the model.
 
 struct fsdpi_ck_timespec {
     long tv_sec, tv_nsec;

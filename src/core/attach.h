@@ -1,5 +1,7 @@
 /* core/attach.h - extensions are attached and detached; the states that they keep
 
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

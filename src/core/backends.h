@@ -1,5 +1,7 @@
 /* core/backends.h - the table of the backends that are compiled in
 
+   Callers: world.h (fsdpi_ranks_meet).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -1,5 +1,7 @@
 /* core/clip.h - the norm of all gradients, and clipping
 
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -1,5 +1,7 @@
 /* core/extend.h - what extensions call: ops, buffers, memory, copies, agreement
 
+   Callers: programs, plan/replay.h (fsdpi_do_marker) and plan/tape.h (fsdpi_buf_place).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

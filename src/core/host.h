@@ -1,5 +1,10 @@
 /* core/host.h - the device table over host memory; the default device of every world
 
+   An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
+   not wait for them.
+   Callers: backends.h (fsdpi_host_ops), clip.h (fsdpi_root), run.h (fsdpi_host_copy) and 1 other
+     file.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -14,9 +19,6 @@
 
 #include <math.h>
 #include <string.h>
-
-// An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
-// not wait for them.
 
 struct fsdp_device {
     fsdp_allocator allocator;

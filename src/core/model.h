@@ -1,5 +1,7 @@
 /* core/model.h - a model begins and ends; its world, its mesh, how many units it has
 
+   Callers: programs, attach.h (fsdpi_detach) and world.h (fsdpi_model_close).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

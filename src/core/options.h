@@ -2,6 +2,7 @@
 
    State: fsdpi_options of units, and the options of fsdp_model.
    Source: torch: the setters of FSDPModule.
+   Callers: programs.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -1,5 +1,7 @@
 /* core/params.h - parameters as the caller sees them: views, init, load, full, broadcast
 
+   Callers: programs and extend.h (fsdpi_updates_on_device).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

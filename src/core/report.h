@@ -1,5 +1,7 @@
 /* core/report.h - reports allocated memory, and describes a model as text
 
+   Callers: programs, predict.h (fsdpi_fill_memory) and world.h (fsdpi_say_mode).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -1,5 +1,8 @@
 /* core/run.h - how ops run: at once, in worker threads, on a device's streams;
-   fsdpi_emit, the only door to them
+   fsdpi_emit, which issues every op of a model
+
+   Callers: extend.h (fsdpi_drain), world.h (fsdpi_worker_start), params.h (fsdpi_transfer) and 17
+     other files.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

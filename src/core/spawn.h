@@ -1,5 +1,7 @@
 /* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -1,5 +1,10 @@
 /* dtensor/mesh.h - a mesh of a model: its groups, staging memory and memory of the caller
 
+   Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
+   of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
+   the extensions' stream.
+   Callers: programs, redistribute.h (fsdpi_dt_alloc) and units.h (fsdpi_dt_alloc).
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -12,10 +17,6 @@
 #include "spec.h"
 
 #include <string.h>
-
-// Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
-// of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
-// the extensions' stream.
 
 enum {
     FSDPI_DT_NAME = 64,

@@ -1,5 +1,8 @@
 /* optim/adamw_sgd.h - AdamW and SGD of a model
 
+   The settings of AdamW and SGD, and the scalars of their updates.
+   Callers: programs and muon.h (fsdpi_optim_no_groups).
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -11,8 +14,6 @@
 #include "states.h"
 
 #include <string.h>
-
-// The settings of AdamW and SGD, and the scalars of their updates.
 
 struct fsdp_adamw {
     fsdpi_optim base;

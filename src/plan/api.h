@@ -1,5 +1,9 @@
 /* plan/api.h - steps recorded, replayed and left; the public functions
 
+   fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
+   variant, it replays calls from it while they are those of the program.
+   Callers: programs.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -21,9 +25,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
-// variant, it replays calls from it while they are those of the program.
 
 static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const fsdp_unit *unit,
                            int call) {

@@ -1,5 +1,9 @@
 /* plan/join.h - collectives of several units become one
 
+   Turns the ops of a dry run into the ops of a tape. A unit's other ops are unchanged: first the
+   copies of all units, then one collective over all their lists, and so on.
+   Callers: make.h (fsdpi_plan_arrange).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -14,9 +18,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Turns the ops of a dry run into the ops of a tape. A unit's other ops are unchanged: first the
-// copies of all units, then one collective over all their lists, and so on.
 
 typedef struct fsdpi_plan_range {
     int32_t begin, end; // indices of ops in the dry run

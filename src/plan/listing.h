@@ -1,5 +1,9 @@
 /* plan/listing.h - what a tape does, in text that is the same on every rank
 
+   Makes and destroys fsdpi_plan_listing.
+   Callers: make.h (fsdpi_plan_count_ops), simulate.h (fsdpi_plan_listing_end), prove.h
+     (fsdpi_plan_events) and 1 other file.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -14,8 +18,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Makes and destroys fsdpi_plan_listing.
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);

@@ -1,5 +1,9 @@
 /* plan/make.h - from a recorded step to a plan that every rank has
 
+   Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
+   idle. A rank that has failed still takes part in each agreement, since the others wait for it.
+   Callers: api.h (fsdpi_plan_drop_all).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -21,9 +25,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
-// idle. A rank that has failed still takes part in each agreement, since the others wait for it.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;

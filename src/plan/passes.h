@@ -1,5 +1,11 @@
 /* plan/passes.h - decisions: what is gathered together, kept, gathered ahead, reduced together
 
+   The passes, which make fsdpi_plan_decisions. A pass is a function of the eager step; no pass
+   reads a clock. A span is the time in which a unit needs its parameters: from the pre_* call that
+   gathers eagerly to the call that frees eagerly. An item is gathered in one collective: a unit, or
+   several that are always used one after the other.
+   Callers: make.h (fsdpi_plan_find_spans).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -12,11 +18,6 @@
 #include "tape.h"
 
 #include <string.h>
-
-// The passes, which make fsdpi_plan_decisions. A pass is a function of the eager step; no pass
-// reads a clock. A span is the time in which a unit needs its parameters: from the pre_* call that
-// gathers eagerly to the call that frees eagerly. An item is gathered in one collective: a unit, or
-// several that are always used one after the other.
 
 typedef struct fsdpi_plan_span {
     int32_t owner;      // unit, or item

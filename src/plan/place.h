@@ -1,5 +1,9 @@
 /* plan/place.h - where slots lie
 
+   Assigns slots (fsdpi_plan_slot) to uses. Uses that never overlap in time may share memory. A use
+   that is held at the end of the step has memory of its own, which outlasts the step.
+   Callers: make.h (fsdpi_plan_place) and api.h (fsdpi_plan_place).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -11,9 +15,6 @@
 #include "objects.h"
 
 #include <string.h>
-
-// Assigns slots (fsdpi_plan_slot) to uses. Uses that never overlap in time may share memory. A use
-// that is held at the end of the step has memory of its own, which outlasts the step.
 
 // A run of adjacent uses counts as one piece, from the first to the last of them.
 typedef struct fsdpi_plan_piece {

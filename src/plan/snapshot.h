@@ -1,5 +1,9 @@
 /* plan/snapshot.h - what a step changes, saved and restored: dry runs, states of units
 
+   The list of all that a step changes, and options. One walk measures, saves and restores, so that
+   the three cannot differ. It does not contain gathered parameters, gradients and shards.
+   Callers: tape.h (fsdpi_plan_save_unit) and api.h (fsdpi_plan_restore_unit).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -21,9 +25,6 @@
 #include "objects.h"
 
 #include <string.h>
-
-// The list of all that a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. It does not contain gathered parameters, gradients and shards.
 
 enum { FSDPI_SAVE, FSDPI_RESTORE };
 

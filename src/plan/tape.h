@@ -1,5 +1,11 @@
 /* plan/tape.h - dry runs: from a program and decisions to ops and states
 
+   Makes fsdpi_plan_tape. A dry run of the program goes through the core's own rows. The decisions
+   of the plan are executed there by public calls. So a program could reach every state of a replay
+   itself, and can leave the plan at any call.
+   Callers: join.h (fsdpi_plan_add_op), make.h (fsdpi_plan_tape_free), api.h (fsdpi_plan_tape_free)
+     and 2 other files.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -15,10 +21,6 @@
 #include "snapshot.h"
 
 #include <string.h>
-
-// Makes fsdpi_plan_tape. A dry run of the program goes through the core's own rows. The decisions
-// of the plan are executed there by public calls. So a program could reach every state of a replay
-// itself, and can leave the plan at any call.
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);

@@ -1,15 +1,17 @@
 /* replicate/objects.h - the object of a replicated model
 
+   State: which gradients of this backward are ready, and which buckets are being reduced. Units
+   have all other state. Invariants: buckets are reduced in the order of their index; a call in a
+   wrong order changes nothing.
+   Callers: step.h (fsdpi_rep_null), create.h (fsdpi_rep_null), unused.h (fsdpi_rep_view) and 1
+     other file.
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"
 #endif
 #ifndef FSDPI_REPLICATE_OBJECTS_H
 #define FSDPI_REPLICATE_OBJECTS_H
-
-// State: which gradients of this backward are ready, and which buckets are being reduced. Units
-// have all other state. Invariants: buckets are reduced in the order of their index; a call in a
-// wrong order changes nothing.
 
 typedef struct fsdpi_rep_unit {
     fsdp_replicate *rep;

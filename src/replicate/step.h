@@ -1,5 +1,7 @@
 /* replicate/step.h - the calls of a step
 
+   Callers: programs and api.h (fsdpi_rep_check).
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"

@@ -1,5 +1,9 @@
 /* safetensors/crc.h - CRC-32C
 
+   CRC-32C.
+   Callers: programs and read.h (fsdpi_st_little_endian).
+   Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"
@@ -12,8 +16,6 @@
 #if defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h> // __crc32cd, __crc32cb
 #endif
-// CRC-32C. Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
-
 // Entry i of a table is the XOR of the entries of its bits: 8 numbers define a table.
 #define FSDPI_CRC_1(i, a, b, c, d, e, f, g, h)                                                     \
     ((i)&1 ? a : 0u) ^ ((i)&2 ? b : 0u) ^ ((i)&4 ? c : 0u) ^ ((i)&8 ? d : 0u) ^                    \

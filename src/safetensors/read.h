@@ -1,5 +1,7 @@
 /* safetensors/read.h - reading headers
 
+   Callers: programs and write.h (fsdpi_st_sort).
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"

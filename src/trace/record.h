@@ -1,5 +1,10 @@
 /* trace/record.h - the recorder: records of some steps in memory, then in a file
 
+   An extension of the model, and its memory, which is allocated at the start. Worker threads call
+   fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
+   only the caller's thread extends. Only the caller's thread uses the other state.
+   Callers: programs.
+
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H
 #include "../../fsdp_trace.h"
@@ -15,10 +20,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-// An extension of the model, and its memory, which is allocated at the start. Worker threads call
-// fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
-// only the caller's thread extends. Only the caller's thread uses the other state.
 
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
