@@ -3,6 +3,7 @@
    The protocol of a save. All ranks write and sync their files in a directory whose name begins
    with a dot. Then rank 0 writes the manifest, syncs, and renames the directory: this is the
    commit. If the job ends before the rename, the earlier checkpoints are intact.
+   State: fsdp_checkpoint.save.
    Callers: api.h (fsdpi_ck_copy) and export.h (fsdpi_ck_sum).
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

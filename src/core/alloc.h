@@ -2,6 +2,7 @@
 
    A block is zero-filled and aligned to 64 bytes. Its size is stored before it, since the caller's
    allocator gets the size when the library frees the block.
+   State: fsdp_model.counters.allocations.
    Callers: unit.h (fsdpi_model_free), backends/fsdp_nccl.h (fsdpi_free), predict.h
      (fsdpi_model_free) and 29 other files.
 

@@ -1,5 +1,6 @@
 /* core/attach.h - extensions are attached and detached; the states that they keep
 
+   State: fsdp_model.attached, the list of extensions.
    Callers: programs.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

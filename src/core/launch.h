@@ -1,5 +1,6 @@
 /* core/launch.h - rank, size, the job's name and the store's address from a launcher's environment
 
+   State: none; the environment is read at each call.
    Callers: world.h (fsdpi_world_env_int) and tools/fsdprun.c (fsdpi_add_restarts).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

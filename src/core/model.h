@@ -1,5 +1,6 @@
 /* core/model.h - a model begins and ends; its world, its mesh, how many units it has
 
+   State: fsdp_world.models.
    Callers: programs, attach.h (fsdpi_detach) and world.h (fsdpi_model_close).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

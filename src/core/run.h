@@ -1,6 +1,7 @@
 /* core/run.h - how ops run: at once, in worker threads, on a device's streams;
    fsdpi_emit, which issues every op of a model
 
+   State: a world's workers, and the clocks and device events of its streams; fsdp_model.seq.
    Callers: extend.h (fsdpi_drain), world.h (fsdpi_worker_start), params.h (fsdpi_transfer) and 17
      other files.
 

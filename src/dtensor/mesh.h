@@ -3,6 +3,7 @@
    Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
    of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
    the extensions' stream.
+   State: fsdp_dmesh.
    Callers: programs, redistribute.h (fsdpi_dt_alloc) and units.h (fsdpi_dt_alloc).
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

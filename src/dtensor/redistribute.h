@@ -5,6 +5,7 @@
    reads the elements after it. So a gather needs no copy before it. It needs no copy after it
    either if the parts in order are the result: cut along dim 0, or with dims of length 1 before the
    cut dim.
+   State: fsdp_redistribution.
    Callers: programs and units.h (fsdpi_dt_bytes_of).
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

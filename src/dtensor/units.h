@@ -4,6 +4,7 @@
    rank's parts. FSDP shards those, so that the order of cuts is (tp, dp). A replicated unit has the
    ranks of tp among its replicas, so that the core sums its gradients over them, and norms count it
    once.
+   State: fsdp_dmesh.units.
    Callers: programs.
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -1,6 +1,7 @@
 /* optim/adamw_sgd.h - AdamW and SGD of a model
 
    The settings of AdamW and SGD, and the scalars of their updates.
+   State: fsdp_adamw and fsdp_sgd.
    Callers: programs and muon.h (fsdpi_optim_no_groups).
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

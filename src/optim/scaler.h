@@ -2,6 +2,7 @@
 
    The scale, and its state within a step. Invariants: all ranks have equal states; the scale and
    its reciprocal are normal f32 numbers.
+   State: fsdp_grad_scaler.
    Callers: programs.
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -2,6 +2,7 @@
 
    fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
    variant, it replays calls from it while they are those of the program.
+   State: fsdp_plan.mode, and the position in the program or in the tape.
    Callers: programs.
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

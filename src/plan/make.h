@@ -2,6 +2,7 @@
 
    Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
    idle. A rank that has failed still takes part in each agreement, since the others wait for it.
+   State: the variants of fsdp_plan, and its arena.
    Callers: api.h (fsdpi_plan_drop_all).
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -1,5 +1,6 @@
 /* replicate/step.h - the calls of a step
 
+   State: fsdp_replicate.next, the next bucket to reduce, and which gradients are ready.
    Callers: programs and api.h (fsdpi_rep_check).
 
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -5,6 +5,7 @@
    and after finalize the gradients that no rank wrote are dropped. A rank that used all parameters
    knows the result. With post-accumulate hooks that is too late: such a bucket finds the use before
    its reduction, and leaves unused parameters out.
+   State: the map of used parameters, and the ops in progress that compare it.
    Callers: create.h (fsdpi_rep_destroy) and step.h (fsdpi_rep_find_hooks).
    Source: torch: Reducer.all_reduce_local_used_map, finalize_bucket_dense.
 

@@ -3,6 +3,7 @@
    An extension of the model, and its memory, which is allocated at the start. Worker threads call
    fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
    only the caller's thread extends. Only the caller's thread uses the other state.
+   State: fsdp_trace.
    Callers: programs.
 
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
