@@ -1561,7 +1561,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
         if (fsdpi_nccl_work(w, i)->comm == c) fsdpi_nccl_work(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // the monitor has not aborted it
+    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // by the monitor: not yet
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
                                                      : NULL;
     if (!call) return;

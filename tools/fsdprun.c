@@ -62,7 +62,7 @@ typedef struct job {
     fsdpi_store *nodes_store; // where the fsdpruns of all nodes meet; NULL: not joined
     fsdpi_store *joined;      // by a thread; look_at_nodes moves it to nodes_store
     uint32_t is_joining;      // the thread runs
-    uint32_t jumps;           // of its clock, past all deadlines: it gives up
+    uint32_t jumps;           // jumps of its clock past all deadlines, to give up
     int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
     int is_final;             // 1: another node says that a restart cannot help
     pid_t launcher;           // process id of the launcher
@@ -398,7 +398,7 @@ static void read_proc(pid_t pid, const char *name, char *text, size_t size) {
     if (fd >= 0) close(fd);
 }
 
-// Reads what /proc tells of a process. Returns 0 if there is no such process.
+// Reads the entry of a process in /proc. Returns 0 if there is no such process.
 static int read_process(pid_t pid, process *out) {
     char text[512];
     int parent;

@@ -178,8 +178,8 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (used >= 0 && (size_t)used < cap)
             used += snprintf(out + used, cap - (size_t)used, "%s%s", i ? ":" : "",
                              part ? part : "");
-        // Several jobs may share a host, an allocation of Slurm, and the steps of Slurm's scripts
-        // and shells, which have the highest numbers: these do not tell jobs apart.
+        // Several jobs may share the value of these: a host, an allocation of Slurm, and the steps
+        // of Slurm's scripts and shells, which have the highest numbers.
         parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0 &&
                  strcmp(l->job[i], "SLURM_JOB_ID") != 0 &&
                  (strcmp(l->job[i], "SLURM_STEP_ID") != 0 || fsdpi_env_id(l->job[i]) < 0xFFFFFFF0u);
@@ -301,7 +301,7 @@ static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) 
         text[0] = *list, text[1] = 0;
         if (*list == '[') {
             const int64_t num = fsdpi_slurm_number(&p, 0, text);
-            count /= num; // now: names that the later brackets make
+            count /= num; // number of names that the later brackets make
             (void)fsdpi_slurm_number(&list, k / count % num, text);
         } else {
             list++;

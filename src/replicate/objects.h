@@ -20,8 +20,8 @@ typedef struct fsdpi_rep_unit {
     int64_t nbytes;
     int32_t num_members, pending, open; // in this backward: members not ready; 1: writable
     int32_t has_hooks;                  // 1: a trainable member has a post-accumulate hook
-    int32_t due;                        // 1: a backward has ended, its use is not settled
-    int32_t sends;                      // 1: its use must be sent with its reduction
+    int32_t due;                        // 1: a backward has ended, and its use is not compared yet
+    int32_t sends;                      // 1: the used parameters are sent with its reduction
     fsdp_block part;                    // range in the use of all parameters, in bytes
     fsdp_replicate_bucket shown;        // passed to hooks
 } fsdpi_rep_unit;

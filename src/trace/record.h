@@ -25,7 +25,7 @@
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
-#define FSDPI_TR_COLD __attribute__((cold)) // it is small: every program has it
+#define FSDPI_TR_COLD __attribute__((cold)) // small code, since every program has it
 
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_KEEPERS = 8 };
 
@@ -712,7 +712,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
         status = fsdp_fail(w, (fsdp_status)worst, "[E9009] trace_start: another rank has failed");
     if (!status && trace) *trace = t;
     if (!status || !t) return status;
-    t->is_done = 1; // it has not begun
+    t->is_done = 1; // no file is written
     if (is_attached) (void)fsdp_detach(model, &t->extension);
     else fsdpi_tr_destroy(t);
     return status;
