@@ -660,9 +660,9 @@ static int end_is_pending(void) {
     return asked;
 }
 
-/* Reaps who has ended, adopted processes too. Returns 0 when nothing is left. An exit status may be
-   the answer to a death that the system has not told yet: it closes the connections of a process
-   before the last thread has ended, and that process may be on another node. Therefore a death
+/* Reaps processes that have ended, adopted ones too. Returns 0 if none is left. An exit status may
+   follow from a death that the system has not reported yet: it closes the connections of a process
+   before its last thread has ended, and that process may be on another node. Therefore a death
    within a moment counts as the first failure. */
 static int reap(job *j) {
     int how;
