@@ -230,7 +230,7 @@ static void fsdpi_plan_make_adjacent(fsdpi_plan_tape *t) {
         const fsdpi_plan_member *member = &t->members[t->groups[g].members];
         if (t->ops[t->groups[g].op].kind != FSDP_OP_ALL_REDUCE) continue;
         for (int i = 0; i + 1 < t->groups[g].num_members; i++) {
-            t->uses[member[i].dst].glue = member[i + 1].dst;
+            t->uses[member[i].dst].next_adjacent = member[i + 1].dst;
             t->uses[member[i + 1].dst].is_adjacent = 1;
         }
     }

@@ -151,7 +151,7 @@ typedef struct fsdpi_plan_use {
     int64_t bytes;
     int32_t from, to; // indices of ops; to: num_ops if it is held at the end
     int32_t slot;     // index of its place in the listing
-    int32_t glue;     // the use whose memory must follow directly; -1: none
+    int32_t next_adjacent;     // the use whose memory must follow directly; -1: none
     int32_t is_adjacent; // 1: its memory follows that of another use
 } fsdpi_plan_use;
 

@@ -33,7 +33,7 @@ typedef struct fsdpi_plan_places {
 
 static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) {
     fsdpi_plan_piece piece = {head, t->uses[head].from, t->uses[head].to, 0, -1};
-    for (int i = head; i >= 0; i = t->uses[i].glue) {
+    for (int i = head; i >= 0; i = t->uses[i].next_adjacent) {
         if (t->uses[i].from < piece.from) piece.from = t->uses[i].from;
         if (t->uses[i].to > piece.to) piece.to = t->uses[i].to;
         piece.bytes += t->uses[i].bytes;
@@ -241,7 +241,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
     }
     for (int i = 0; i < pl.num && !status; i++) {
         int64_t at = pl.pieces[i].offset;
-        for (int u = pl.pieces[i].head; u >= 0 && !status; u = t->uses[u].glue) {
+        for (int u = pl.pieces[i].head; u >= 0 && !status; u = t->uses[u].next_adjacent) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[u], at);
             at += t->uses[u].bytes;
         }

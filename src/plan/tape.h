@@ -133,7 +133,7 @@ static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit 
     use.unit = fsdpi_plan_index(unit);
     use.pool = pool;
     use.bytes = fsdpi_plan_slot_bytes(unit, pool);
-    use.slot = use.glue = -1;
+    use.slot = use.next_adjacent = -1;
     fsdp_status status = fsdpi_plan_grow(model, (void **)&t->uses, n, &t->cap_uses, sizeof use);
     if (!status)
         status = fsdpi_plan_grow(model, (void **)&t->bufs, n, &t->cap_bufs, sizeof *t->bufs);
