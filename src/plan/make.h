@@ -78,7 +78,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lastin
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
-        if (slot->older) k->bufs[i] = NULL; // not the plan's
+        if (slot->carried_over) k->bufs[i] = NULL; // not the plan's
         else if (!k->bufs[i]->held) fsdp_buf_destroy(p->model, k->bufs[i]);
         else p->retired_bufs[p->num_retired_bufs++] = k->bufs[i];
         k->bufs[i] = NULL;
@@ -109,7 +109,7 @@ static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_variant *k, int i) {
 
 static int fsdpi_plan_variant_has(const fsdpi_plan_variant *k, const fsdp_buf *buf) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
-        if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
+        if (k->bufs[i] == buf && !k->listing.slots[i].carried_over) return 1;
     return 0;
 }
 
@@ -268,7 +268,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     for (int i = 0; i < l->num_slots && !status; i++) {
         const fsdpi_plan_slot *slot = &l->slots[i];
         if (k->bufs[i]) continue;
-        for (int u = 0; u < old.num_uses && slot->older; u++)
+        for (int u = 0; u < old.num_uses && slot->carried_over; u++)
             if (old.uses[u].slot == i)
                 k->bufs[i] = fsdpi_plan_carried_slot(&old, p->units[old.uses[u].unit],
                                                      &old.uses[u]);

@@ -89,7 +89,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t older;         // 1: the slot that the unit held when the step began
+    int32_t carried_over;         // 1: the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit in a line, and its buffers: indices of slots, or FSDPI_PLAN_*.

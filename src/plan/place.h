@@ -217,7 +217,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
             if (!status)
-                l->slots[t->uses[i].slot].older =
+                l->slots[t->uses[i].slot].carried_over =
                     fsdpi_plan_carried_slot(t, p->units[t->uses[i].unit], &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
