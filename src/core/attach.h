@@ -18,7 +18,7 @@
 #include "run.h"
 #include "step.h"
 #include "timeline.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 
@@ -46,7 +46,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
-    fsdpi_watch(model);
+    fsdpi_update_listeners(model);
     return FSDP_OK;
 }
 
@@ -113,7 +113,7 @@ FSDP_API fsdp_status fsdp_extension_mute(fsdp_model *model, fsdp_extension *exte
         fsdp_extension *e = own ? extension : &(*at)->e;
         e->call = NULL, e->returned = NULL, e->op = NULL, e->ran = NULL;
     }
-    fsdpi_watch(model);
+    fsdpi_update_listeners(model);
     return FSDP_OK;
 }
 

@@ -22,7 +22,7 @@
 #include "pool.h"
 #include "run.h"
 #include "step.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -15,7 +15,7 @@
 #include "../base/macros.h"
 #include "objects.h"
 #include "run.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 

@@ -22,7 +22,7 @@
 #include "run.h"
 #include "step.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 // Updates a unit after one of its options, or an option of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {

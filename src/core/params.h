@@ -23,7 +23,7 @@
 #include "template.h"
 #include "step.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 

@@ -24,7 +24,7 @@
 #include "objects.h"
 #include "ops.h"
 #include "run.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 #include <stdlib.h>

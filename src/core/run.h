@@ -22,7 +22,7 @@
 #include "objects.h"
 #include "shard_math.h"
 #include "timeline.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <poll.h>
 #include <pthread.h>

@@ -32,7 +32,7 @@
 #include "replicas.h"
 #include "run.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 

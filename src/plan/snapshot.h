@@ -21,7 +21,7 @@
 #include "../core/grad_path.h"
 #include "../core/run.h"
 #include "../core/step.h"
-#include "../core/watch.h"
+#include "../core/ext_dispatch.h"
 #include "objects.h"
 
 #include <string.h>
@@ -133,13 +133,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     m->attached = &only;
     m->offered_to = NULL;
     m->dry_run++;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     fsdp_status status = run(user);
     fsdpi_model_load(m, saved, size);
     m->attached = others;
     m->offered_to = asked;
     m->dry_run--;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     fsdpi_model_free(m, saved);
     return status ? status : fsdpi_failed(m->world);
 }
