@@ -264,7 +264,7 @@ check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, 
 	@$(call RUN,check,$(CHECK_SH:%=gate:%),$(CHECKED))
 check-san: ## only the sanitizers
 	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(call VARIANTS,check))'
-nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see docs/tests.md
+nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see CONTRIBUTING.md
 	$(call BUILD_ALL,nightly,$(call VARIANTS,nightly))
 	@test $(DEPS) = no || tools/deps.sh slurm
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\

@@ -180,7 +180,7 @@ ERRORS
 MEMORY
     The library allocates shards, their gradients, and slots. A rule that no timing influences
     gives the number of slots, so memory is the same on every rank and in every run.
-    fsdp_model_predict tells it to the byte before anything is allocated. From the third step on a
+    fsdp_model_predict returns it to the byte before anything is allocated. From the third step on a
     step allocates nothing. Inline there is one slot for each size of unit. With comm threads or
     streams there are two, if two can be in use at a time. If units stay open around others, there
     are more.
@@ -342,7 +342,7 @@ enum {
     FSDP_DTYPE_COUNT = 10
 };
 
-// How sources are joined; sums run in rank order.
+// The operation of a reduction; sums run in rank order.
 typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
@@ -430,7 +430,7 @@ typedef struct fsdp_layout_param {
 // A list of parameters laid out together: the direct ones first, then the packed ones, tight.
 typedef struct fsdp_layout {
     int32_t world, rank;     // in
-    int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
+    int64_t direct_numel;    // in: a dim-0 parameter of at least that many elements is direct
     int64_t align;           // in: direct and copied-out tensors start at multiples of it; 0: 1
     int64_t shard_base;      // in: where the list begins in the flat block
     int64_t full_base;       // in: where it begins in the slot
@@ -510,12 +510,12 @@ typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
     int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
-    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else its default
+    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS or its default
     int32_t comm_threads;     // 1 or 2: threads that run collectives. -1: inline.
                               // 0: FSDP_COMM_THREADS, otherwise as docs/cluster.md says: over Gloo
                               // comm threads if ranks are on several hosts, otherwise inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
-    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
+    const char *backend;      // NULL: FSDP_BACKEND, or the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, and no other world's. NULL: that of the
                               // launcher; then rank and world_size have to be the launcher's, too
     const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", or
@@ -578,7 +578,7 @@ typedef struct fsdp_spawn_desc {
     uint32_t size, start_canary;
     int32_t num_ranks;            // 1 .. 256
     int32_t threads;              // 1: ranks are threads of this process; 0: forked processes
-    int32_t grace_ms;             // if one rank fails, the others get so long to end. 0: 1000
+    int32_t grace_ms;             // time to end for the others after a rank fails. 0: 1000
     const fsdp_world_desc *world; // NULL: defaults. fsdp_spawn sets rank, world_size, job, threads
     uint64_t end_canary;
 } fsdp_spawn_desc;
@@ -586,7 +586,7 @@ typedef struct fsdp_spawn_desc {
 /* fsdp_spawn - start num_ranks ranks without a launcher and wait until all have ended
    fn          each rank calls it once with its world; fsdp_spawn shuts the world down afterwards
    arg         handed to fn
-   Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
+   Result      FSDP_OK if every rank returned 0. Otherwise that of the first rank that failed: the
                value of fn if it is a status, PEER_LOST if a signal or fn ended the rank, INTERNAL
                for other values. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the
                others: it aborts their worlds, terminates processes, and kills them after grace_ms
@@ -642,7 +642,7 @@ typedef struct fsdp_mesh_desc {
     int32_t ndim;                     // 1..FSDP_MAX_DIMS
     int32_t shape[FSDP_MAX_DIMS];     // sizes >= 1; their product is at most the world's size
     const char *names[FSDP_MAX_DIMS]; // NULL: unnamed
-    const int32_t *ranks;             // NULL: 0, 1, 2, ... row-major; else the rank of each place
+    const int32_t *ranks;             // the rank of each place; NULL: 0, 1, 2, ... row-major
     uint64_t end_canary;
 } fsdp_mesh_desc;
 
@@ -708,7 +708,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, 
 
 enum { FSDP_MESH_INFO_FSDP = 0, FSDP_MESH_INFO_DDP, FSDP_MESH_INFO_HSDP };
 
-// How a unit uses a mesh. FSDP shards over one dim, DDP replicates over one dim, HSDP does both.
+// The use of a mesh by a unit: FSDP shards over one dim, DDP replicates over one, HSDP does both.
 typedef struct fsdp_mesh_info {
     const fsdp_mesh *mesh;
     int32_t kind;
@@ -753,10 +753,10 @@ typedef struct fsdp_model_desc {
     uint32_t size, start_canary;
     const fsdp_mesh *mesh;         // NULL: 1-D over all ranks. 1-D: FSDP; 2-D with named dims: HSDP
     const fsdp_mesh_info *mesh_info; // for other dims, or to replicate only; then mesh is ignored
-    fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
-    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: that of shard gradients
-    fsdp_dtype grad_dtype;         // of shard gradients; KEEP: the parameter's own
-    fsdp_dtype output_dtype;       // of fsdp_cast_forward_output; KEEP: no cast
+    fsdp_dtype param_dtype;        // dtype of gathered parameters and gradients; KEEP: their own
+    fsdp_dtype reduce_dtype;       // dtype of the reduction; KEEP: that of shard gradients
+    fsdp_dtype grad_dtype;         // dtype of shard gradients; KEEP: the parameter's own
+    fsdp_dtype output_dtype;       // dtype that fsdp_cast_forward_output makes; KEEP: no cast
     int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
     int32_t reshard_after_forward; // FSDP_RESHARD_*, or n
     int32_t reserved;
@@ -812,7 +812,7 @@ typedef struct fsdp_param_desc {
     uint32_t size, start_canary;
     const char *name;             // NULL: "p0", "p1", ... Copied
     void *user;                   // yours: views have it
-    fsdp_dtype dtype;             // of the shard: one for all trainables of a unit. KEEP: f32
+    fsdp_dtype dtype;             // the shard's: one for all trainables of a unit. KEEP: f32
     int32_t ndim;                 // 1..FSDP_MAX_DIMS
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
@@ -898,12 +898,12 @@ struct fsdp_param_view {
     int32_t ordinal;                    // its index among all parameters of the model, in the order
                                         // of units (DDP: of buckets; see fsdp_replicate_param)
     int32_t index;                      // its index in the unit
-    fsdp_dtype dtype, grad_dtype;       // of data and shard; of shard_grad
+    fsdp_dtype dtype, grad_dtype;       // that of data and shard; that of shard_grad
     int32_t ndim, shard_dim, requires_grad;
     int32_t has_hook;                   // 1: of fsdp_set_post_accumulate_hook
     int64_t shape[FSDP_MAX_DIMS];       // full
     int64_t start[FSDP_MAX_DIMS];       // first index of the block in the full tensor
-    int64_t local_shape[FSDP_MAX_DIMS]; // of the block; in an empty shard 0 along shard_dim
+    int64_t local_shape[FSDP_MAX_DIMS]; // the block's shape; in an empty shard 0 along shard_dim
     int64_t numel;                      // elements of the block, without padding
     void *data;                         // the block: contiguous, shape local_shape
     void *shard;                        // this rank's whole shard; never NULL. Device memory
@@ -1350,7 +1350,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 #define FSDP_OP_LIST(X)                                                                           \
     X(COPY, "copy")                   /* 2-D blocks: cast, scale, accumulate */                   \
     X(ZERO, "zero")                   /* bytes of dst */                                          \
-    X(NORM, "norm")                   /* of src blocks: sum of |x|^p, or maximum */               \
+    X(NORM, "norm")                   /* sum of |x|^p over src blocks, or maximum */              \
     X(ALL_GATHER, "all_gather")                                                                   \
     X(REDUCE_SCATTER, "reduce_scatter")                                                           \
     X(ALL_REDUCE, "all_reduce")                                                                   \
@@ -1406,7 +1406,7 @@ enum {
 
 enum {
     FSDP_STREAM_COMPUTE = 0, FSDP_STREAM_GATHER, FSDP_STREAM_REDUCE, FSDP_STREAM_ALLREDUCE,
-    FSDP_STREAM_EXTENSION, // of extensions; begins with its first record
+    FSDP_STREAM_EXTENSION, // used by extensions; begins with its first op
     FSDP_STREAM_COUNT
 };
 
@@ -1433,7 +1433,7 @@ typedef struct fsdp_event {
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
 
-// Markers, HOOK and those behind it, tell what happens and wait for nothing. The library makes them
+// Markers, HOOK and those after it, show what happens and wait for nothing. The library makes them
 // only if an extension sees records.
 typedef struct fsdp_op {
     uint64_t seq;             // number in this rank's model, or world. Ranks may differ in it
@@ -1448,7 +1448,7 @@ typedef struct fsdp_op {
     int32_t root;             // BROADCAST: place of the root. CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: number of ranks
     uint16_t comm_number;     // number of comm in the order of creation; 1: the world's; 0: none
-    uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
+    uint8_t num_waits, custom; // used elements of wait; 1: fsdp_set_custom_... gave its function
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double factor, share;     // reductions: the unit's gradient divide factor, 0: none. If share is
                               // not 0, scale is share / factor: a replay renews both
@@ -1536,10 +1536,10 @@ enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_
 typedef struct fsdp_memory {
     int64_t pool_bytes[FSDP_POOL_MAX];
     int32_t pool_slots[FSDP_POOL_MAX];
-    int64_t total_bytes;     // of all pools
+    int64_t total_bytes;     // bytes of all pools
     int64_t host_bytes;      // host memory: the library's tables for this model, and what its
                              // extensions have from fsdp_alloc (an optimizer's state)
-    int64_t comm_bytes;      // device memory of the world's communicators, beside all this, when
+    int64_t comm_bytes;      // device memory of the world's communicators, not in total_bytes, when
                              // they were made; 0: the backend does not know (NCCL before 2.29.7)
     int64_t unsharded_bytes; // parameters and gradients of the whole model, for comparison
 } fsdp_memory;

@@ -39,7 +39,8 @@
 #define fsdp_stub_touch(ptr, nbytes, write) ((void)(ptr), (void)(nbytes), (void)(write))
 #endif
 
-// Equal fsdp_dtype_size and fsdp_dtype_is_float, which a program with FSDP_STATIC does not export.
+// Returns what fsdp_dtype_size returns, which a program with FSDP_STATIC does not export. The next
+// function does so for fsdp_dtype_is_float.
 static size_t fsdpi_cuda_size_of(fsdp_dtype dtype) {
 #define FSDP_X(name, value, bytes, is_float) bytes,
     static const size_t sizes[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
@@ -138,7 +139,8 @@ inline float root(float x) { return sqrtf(x); }
 inline double root(double x) { return sqrt(x); }
 inline float narrow(double x) { return (float)x; }
 inline double widen(float x) { return (double)x; }
-// `volatile` keeps compilers from adding operations, such as + 0, which change some NaNs.
+// Returns a + b. `volatile` keeps compilers from adding operations, such as + 0, which change some
+// NaNs.
 template <class T> T plus_nan(T a, T b) {
     volatile T r = a + b;
     return r;
@@ -178,7 +180,7 @@ FSDPI_DEVICE double fused(double a, double b, double c) {
 }
 // Requires that a * b is exact.
 FSDPI_DEVICE double add_exact(double a, double b, double c) { return fused(a, b, c); }
-// Equal the conversions elsewhere, but for the bits of a NaN.
+// Converts as the code for CPUs does, except for the bits of a NaN.
 FSDPI_DEVICE float plain_f16(uint16_t h) {
     float r;
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(h));
@@ -442,7 +444,8 @@ template <class In, class Out> struct Cast {
     }
 };
 
-// A separate call: inlined in the loops of norms it would take registers that other powers need.
+// Returns x to the power p. Stays a call: inlined in the loops of norms it would take registers
+// that other powers need.
 FSDPI_CALLED double power(double x, double p) { return pow(x, p); }
 
 // Clips in place; scale is the largest norm.

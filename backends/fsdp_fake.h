@@ -21,7 +21,7 @@
    completes at once, and there are no deadlines.
 
    With fsdp_fake.addresses and the device of fsdp_fake_device_ops memory is addresses only, so that
-   the model may be of any size, too: records run, and move nothing (tools/fsdpfit).
+   the model may be of any size, too: ops run, and move nothing (tools/fsdpfit).
 
    Source: torch: torch/csrc/distributed/c10d/FakeProcessGroup.hpp,
    torch/testing/_internal/distributed/fake_pg.py (FakeStore).
@@ -76,7 +76,7 @@ typedef struct fsdp_fake {
 // clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
 
-/* fsdp_fake_device_ops - the table of a device whose memory is addresses: its records do nothing
+/* fsdp_fake_device_ops - the table of a device whose memory is addresses: its ops do nothing
    streams     1: it orders them on streams, as a GPU does; 0: the host waits for each
    Result      never NULL; static
    open        with fsdp_world_desc.user: a fsdp_fake, whose given it counts

@@ -477,7 +477,7 @@ void Agent::handle() {
     serves_ = true;
     tcp::Loop *const loop = loop_;
     serve();
-    for (;;) // until the device ends: the agent is gone
+    for (;;) // this object may be gone; the loop returns when the device ends
         try {
             return loop->run();
         } catch (...) {

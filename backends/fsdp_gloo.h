@@ -22,6 +22,18 @@
    - In a short collective the caller reads and writes its messages itself, and Gloo's thread
      sleeps: a message wakes one thread. Gloo's thread moves the messages of long collectives, and
      all messages while this rank waits for something else.
+   - Bytes on the network: a rank sends each of the F remote members FSDPI_GLOO_HEAD bytes, and
+     with W members and S bytes on the full side in addition:
+       all_gather, reduce_scatter; all_to_all with a source of S bytes    F S / W
+       all_reduce                up to 32 KiB: F S; larger: 2 F S / W
+       broadcast up to 32 KiB    F S from the root
+       a larger broadcast        2 F S / W from the root, nothing to members on its host; from each
+                                 other rank S / W to each member on neither its nor the root's host
+       send                      S to a remote member, otherwise nothing
+     Segments of up to 32 KiB together (less in groups of more than 43 ranks) and regions of an
+     all_reduce of at most 32 KiB follow the 256 bytes, each rounded up to 64 bytes. A larger
+     all_reduce or broadcast is cut into regions of whole groups of 64 elements, so the last ones
+     may be shorter or empty.
    - Sums run in rank order (fsdpi_reduce): the bits equal those of every other backend on CPUs.
    - Members connect to each other without Gloo: each side proves to the other that it knows the
      job's token. Then Gloo gets the sockets. No rank listens after its comm is open.

@@ -129,7 +129,7 @@ static const fsdpi_transport fsdpi_local_transport = {
 /* -------------------------------------------------------------------------------------------- */
 // Discovery of local ranks. Invariant: all ranks use the result of rank 0.
 
-// Returns 1 if this process can map a common file together with others.
+// Returns 1 if this process can map a file that other ranks map, too.
 static int fsdpi_local_can_share(void) {
     int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
     if (fd >= 0) (void)close(fd);

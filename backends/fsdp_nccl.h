@@ -488,7 +488,7 @@ static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
 // thread and block are abandoned.
 static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
                               fsdpi_nccl_world *stop) {
-    if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // there is no thread
+    if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // no thread could be made
     else {
         (void)fsdpi_nccl_call_wait(call, boot, timeout_ns, stop);
         fsdpi_nccl_call_end(&call);
@@ -899,7 +899,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     }
     if (!list) fsdpi_free(&fsdpi_nccl_heap, call);
     else if (fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w), FSDPI_NCCL_ABORT_NS, NULL))
-        fsdpi_free(&fsdpi_nccl_heap, list); // an abandoned thread still uses it
+        fsdpi_free(&fsdpi_nccl_heap, list); // otherwise the abandoned thread still uses it
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
 }
@@ -1390,9 +1390,8 @@ static fsdp_status fsdpi_nccl_run_cold(fsdpi_nccl_comm *c, int kind, fsdp_coll *
     return status ? status : fsdpi_nccl_await(c, f);
 }
 
-/* NCCL connects ranks at the first use of each of its algorithms, which it chooses by size. So this
-   runs small and large operations of each kind that steps use, in place, in memory of any contents.
-   */
+// Runs small and large operations of each kind that steps use, in place, in memory of any contents:
+// NCCL connects ranks at the first use of each of its algorithms, which it chooses by size.
 static fsdp_status fsdpi_nccl_run_large(fsdpi_nccl_comm *c) {
     static const uint8_t kinds[3] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER,
                                      FSDP_OP_ALL_REDUCE};
@@ -1562,7 +1561,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
         if (fsdpi_nccl_work(w, i)->comm == c) fsdpi_nccl_work(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // the monitor has not aborted it
+    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // by the monitor: not yet
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
                                                      : NULL;
     if (!call) return;
@@ -1577,8 +1576,8 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         w->patience_ns = 0;
 }
 
-/* After a failure, waits for operations of calls without a stream, which end with their
-   communicators. (The core waits for operations on its streams.) */
+// Waits after a failure for operations of calls without a stream, which end with their
+// communicators. The core waits for operations on its streams.
 static void fsdpi_nccl_rest(fsdpi_nccl_world *w) {
     if (!fsdpi_nccl_failed(w)) return;
     fsdpi_nccl_await_abort(w);

@@ -706,7 +706,7 @@ static void fsdpi_shm_copy(char *to, const char *from, size_t bytes) {
     if (bytes > at) memcpy(to + at, from + at, bytes - at);
 }
 
-// of: the members' buffers.
+// Copies all shards into dst, each from its member. of: the members' buffers.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
                                  const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);

@@ -779,7 +779,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_delete(fsdpi_store *s, const char *k
                             s->desc.boot.timeout_ns);
 }
 
-// Asks for the state of a rank at its last frame.
+// Queries the state of a rank at its last frame.
 static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_peer *out,
                                                 int64_t timeout_ns) {
     char which[4], value[24 + sizeof out->text];

@@ -1,5 +1,11 @@
 /* fsdp_store_core.h - the server as a state machine, without sockets and clocks
 
+   The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
+   fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
+   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
+   Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
+     fsdp_store.h (fsdpi_store_after) and 1 other file.
+
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -20,10 +26,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
-
-// The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
-// fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
-// more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
 
 enum {
     FSDPI_CONN_STRANGER, // has not proven the token
@@ -225,8 +227,9 @@ static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_store_core_push(core, FSDPI_STORE_ALL_JOINED, core->reached, strlen(core->reached));
 }
 
-/* The first frame of a connection: a client proves that it knows the token. The tag of the answer
-   proves the same of the server. A client that is refused may be a rank of another job. */
+// Handles the first frame of a connection, in which a client proves that it knows the token. The
+// tag of the answer proves the same for the server. A client that is refused may be a rank of
+// another job.
 static void fsdpi_store_core_prove(fsdpi_store_core *core, fsdpi_conn *conn, fsdpi_frame *f,
                                    int64_t now) {
     if (f->op == FSDPI_STORE_PROVE && !f->key_size &&

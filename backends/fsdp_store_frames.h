@@ -1,5 +1,8 @@
 /* fsdp_store_frames.h - the frames of the protocol, and queues of bytes to read or write
 
+   Callers: fsdp_store.h (fsdpi_le_put), fsdp_store_core.h (fsdpi_le_put), fsdp_gloo.h
+     (fsdpi_le_put) and 2 other files.
+
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -1,5 +1,8 @@
 /* fsdp_store_server.h - the server's sockets, and its thread
 
+   Callers: fsdp_store.h (fsdpi_store_claim), tools/fsdprun.c (fsdpi_store_port) and fsdp_gloo.h
+     (fsdpi_store_listen).
+
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

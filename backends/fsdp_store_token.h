@@ -1,5 +1,9 @@
 /* fsdp_store_token.h - the token of a job, from which connections get their keys: SHA-256, HMAC
 
+   SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
+   Callers: fsdp_store_frames.h (fsdpi_sha256_add), fsdp_gloo.h (fsdpi_store_token), fsdp_store.h
+     (fsdpi_store_token) and 1 other file.
+
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -13,8 +17,6 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
-
-// SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
 
 typedef struct fsdpi_sha256 {
     uint32_t h[8];

@@ -3,6 +3,8 @@
    For backends without common memory. The store keeps the world's failure, pushes it to all ranks,
    and makes one itself when a rank is lost. A backend's world begins with fsdpi_store_world; its
    table has the functions below.
+   Callers: fsdp_nccl.h (fsdpi_store_world_tell), fsdp_gloo.h (fsdpi_store_world_verdict) and
+     fsdp_local.h (fsdpi_store_world_of).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -88,7 +90,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_world_show_host(fsdpi_comm *c) {
     return fsdpi_store_set(w->store, key, address, strlen(address));
 }
 
-// Asks the store about a rank. Returns 0 if it does not answer.
+// Queries the store for the state of a rank. Returns 0 if the store does not answer.
 static int fsdpi_store_world_ask_of(fsdpi_store_world *w, int rank, fsdpi_peer *out) {
     char key[32];
     size_t bytes;

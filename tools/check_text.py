@@ -18,12 +18,13 @@
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, src/core/ or
              backends/; only src/plan/, the upper floor of the core, uses those of src/core/. All
              use those of src/base/
-  tests      each test that docs/tests.md, docs/parity.md or a command of a document names is in
-             tests/; each row of docs/tests.md names one; each test that is ported from PyTorch has
-             a comment "PyTorch: FILE.py test_NAME. STATE: text."; docs/parity.md lists none of
-             these as missing, and each rule of test_golden_events.c. With FSDP_RAN, which
-             run_tests.sh sets: what is named or ported passed in that run, with all its rows. The
-             numbers of recorded cases in documents are those that the tests expect
+  tests      each test that CONTRIBUTING.md, docs/parity.md or a command of a document names is in
+             tests/; each row of a table there whose last column is "tests" names one; each test
+             that is ported from PyTorch has a comment "PyTorch: FILE.py test_NAME. STATE: text.";
+             docs/parity.md lists none of these as missing, and each rule of test_golden_events.c.
+             With FSDP_RAN, which run_tests.sh sets: what is named or ported passed in that run,
+             with all its rows. The numbers of recorded cases in documents are those that the tests
+             expect
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist, and the files
@@ -57,6 +58,7 @@ DECLARES = HEADERS + glob.glob("src/core/extension.h")
 BACKENDS = files_below("backends")
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 TOC = "docs/architecture.md"
+TESTS = "CONTRIBUTING.md"
 MAX_FUNCTION = 100
 MAX_COLUMNS = 100
 PRIVATE = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
@@ -553,13 +555,15 @@ def night_tests():
                 yield f"{m.group(1)}.{m.group(2)}"
 
 
-def tables(path):
-    """Yields (line number, cells) of each row, headings of tables left out."""
-    lines = lines_of(path)
+def tables(path, last):
+    """Yields (line number, cells) of each row of the tables whose last column has this heading."""
+    lines, heading = lines_of(path), None
     for i, line in enumerate(lines):
-        rule = i + 1 < len(lines) and lines[i + 1].startswith("|---")
-        if line.startswith("|") and not line.startswith("|---") and not rule:
-            yield i + 1, [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if i + 1 < len(lines) and lines[i + 1].startswith("|---"):
+            heading = cells[-1:]
+        elif line.startswith("|") and not line.startswith("|---") and heading == [last]:
+            yield i + 1, cells
 
 
 def quoted(text):
@@ -567,12 +571,12 @@ def quoted(text):
 
 
 def named_in_table():
-    """Yields (place, name) of each program and test in the last column of docs/tests.md."""
-    for line, cells in tables("docs/tests.md"):
-        yield f"docs/tests.md:{line}", ""  # a row has to name something
+    """Yields (place, name) of each program and test in a column "tests" of CONTRIBUTING.md."""
+    for line, cells in tables(TESTS, "tests"):
+        yield f"{TESTS}:{line}", ""  # a row has to name something
         for name in quoted(cells[-1]):
             if name != "make test":
-                yield f"docs/tests.md:{line}", name
+                yield f"{TESTS}:{line}", name
 
 
 EVENTS = "tests/core/test_golden_events.c"  # docs/parity.md lists its rules
@@ -713,7 +717,7 @@ def check_tests():
         if not count:
             yield f"{place}: a row that names no test"
     if not rows:
-        yield "docs/tests.md: no table of tests"
+        yield f"{TESTS}: no table of tests"
     for place, name in named_in_ports(known):
         if name in known:
             named.append((place, name))

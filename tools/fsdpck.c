@@ -79,7 +79,7 @@ static void draw_bar(void) {
     bar.shown_ns = now;
 }
 
-// The file calls of the system; reads are counted.
+// Reads by the system's file calls, and counts the bytes.
 static int counted_read(void *user, void *file, void *data, int64_t nbytes, int64_t at,
                         int64_t *done) {
     int error = fsdpi_ck_os_read(user, file, data, nbytes, at, done);
@@ -109,7 +109,7 @@ static int expected(const char *where, const char *what) {
     return complain("[E469] %s: expected %s; --help explains", where, what);
 }
 
-// The end of a verb: what went wrong, and the exit status for it.
+// Ends a command: prints the failure, and returns the exit status.
 static int finish(const request *q, fsdp_status status) {
     end_bar();
     if (!status) return 0;
@@ -424,7 +424,7 @@ static fsdp_status compare_values(request *q, comparison *c, int64_t i, int64_t 
     return FSDP_OK;
 }
 
-// A tensor that is in both.
+// Compares a tensor that both checkpoints have.
 static fsdp_status compare_tensor(request *q, comparison *c, int64_t i, int64_t k) {
     int same = c->ta.file_dtype == c->tb.file_dtype && c->ta.ndim == c->tb.ndim &&
                !memcmp(c->ta.shape, c->tb.shape, sizeof c->ta.shape);

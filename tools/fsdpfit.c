@@ -72,7 +72,8 @@ typedef struct run {
     fsdp_placement *cuts;    // [list.count]
 } run;
 
-// A unit of [begin, end). With tensor parallelism: of those that are cut, or are not.
+// Makes a unit of the parameters [begin, end). With tensor parallelism it takes only those that are
+// cut, or only those that are not.
 static fsdp_status add_unit(run *x, int begin, int end, int cut, const char *name) {
     fsdp_tp_unit_desc d = FSDP_ZERO;
     fsdp_unit *unit;
@@ -95,7 +96,7 @@ static fsdp_status add_unit(run *x, int begin, int end, int cut, const char *nam
     return x->dm ? fsdp_tp_fully_shard(x->dm, &d, &unit) : fsdp_fully_shard(x->m, &d.unit, &unit);
 }
 
-// The world, the model and its units.
+// Makes the world, the model and its units.
 static fsdp_status make_model(run *x) {
     const setting *s = x->s;
     const int replicates = s->replicas > 1, cut = s->tp > 1;
@@ -176,7 +177,7 @@ static int not_of_muon(void *user, const fsdp_param_view *v) {
     return fsdp_muon_takes((const fsdp_muon *)user, v) ? -1 : 0;
 }
 
-// In place of the product of a device.
+// Stands for the device's matrix product, and computes nothing.
 static fsdp_status no_product(void *user, void *stream, int64_t m, int64_t n, int64_t k,
                               float alpha, const void *a, int64_t lda, int a_transposed,
                               const void *b, int64_t ldb, int b_transposed, float beta, void *c,
@@ -209,7 +210,7 @@ static fsdp_status make_optimizer(run *x, outcome *out, fsdp_muon **muon) {
     return status;
 }
 
-// 0, or an exit status.
+// Runs one setting, and fills in its outcome. Returns 0, or an exit status.
 static int run_it(const setting *s, outcome *out, int show) {
     run x;
     fsdp_memory predicted;
@@ -290,7 +291,8 @@ static void show_options(option *options, int n) {
                options[i].what, fits(&options[i].o) ? "" : ": does not fit");
 }
 
-// A number of shards, above that of x, with which it fits: found by halving. 0, or an exit status.
+// Finds a number of shards, above that of x, with which the model fits, by halving. Returns 0, or
+// an exit status.
 static int more_shards(option *x) {
     int low, high = x->s.shards, bad = 0;
     x->o.need = INT64_MAX; // if no number of ranks is enough
@@ -325,7 +327,7 @@ static int search(option found[256], int *n) { // no number up to MOST_RANKS has
     return bad;
 }
 
-// 0, or an exit status.
+// Prints which options would make the model fit. Returns 0, or an exit status.
 static int show_what_fits(void) {
     static const char *const words[] = {"--reshard 1", "--param bf16", "cpu_offload",
                                         "sync on in all microbatches"};

@@ -99,7 +99,8 @@ static int matches(int which, const char *name) {
     return is_compiled[which] && !regexec(&compiled[which], name, 0, NULL, 0);
 }
 
-// Why a tensor of a file is no parameter; KINDS: it is one. Floating buffers are known by name only.
+// Returns why a tensor of a file is no parameter; KINDS: it is one. Floating buffers are known by
+// name only.
 static int why_left_out(const fsdp_checkpoint_tensor *t, const name_rules *rules) {
     const char *dtype = fsdp_safetensors_dtype_name(t->file_dtype);
     const int is_float = (*dtype == 'F' || !strcmp(dtype, "BF16")) && strcmp(dtype, "F8_E8M0") != 0;
@@ -183,7 +184,7 @@ static int read_headers(const char *path, const name_rules *rules) {
     return bad;
 }
 
-// An index stands for its directory, whose reader takes it.
+// Reads the shapes below a path. An index stands for its directory, whose reader takes it.
 static int read_path(const char *path, const name_rules *rules) {
     char dir[FSDP_CHECKPOINT_PATH], begin[5] = "";
     const char *slash = strrchr(path, '/'), *index = strstr(path, ".index.json");
@@ -226,7 +227,8 @@ static int of_kind(int kind, const char *name, int length) {
     return matches(kind, text);
 }
 
-// The number at or after `from` that ends a list's name: where it begins, and *end. -1: none.
+// Returns where the number at or after `from` begins that ends a list's name, and sets *end; -1:
+// there is none.
 static int next_number(const char *name, int from, int *end) {
     for (int at = from; name[at]; at = *end + (name[*end] == '.')) {
         int digits = *end = at + (int)strcspn(name + at, ".");
@@ -313,7 +315,7 @@ static int by_whole_name(const void *a, const void *b) {
 
 /* ---- what there is --------------------------------------------------------------------------- */
 
-// "12.40 GiB", in one of four buffers that take turns.
+// Returns a text such as "12.40 GiB", in one of four buffers that take turns.
 static const char *gib(int64_t bytes) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
     static char texts[4][24];

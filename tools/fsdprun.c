@@ -62,7 +62,7 @@ typedef struct job {
     fsdpi_store *nodes_store; // where the fsdpruns of all nodes meet; NULL: not joined
     fsdpi_store *joined;      // by a thread; look_at_nodes moves it to nodes_store
     uint32_t is_joining;      // the thread runs
-    uint32_t jumps;           // of its clock, past all deadlines: it gives up
+    uint32_t jumps;           // jumps of its clock past all deadlines, to give up
     int timeout_ms;           // FSDP_TIMEOUT_MS: how long it waits for the fsdpruns of others
     int is_final;             // 1: another node says that a restart cannot help
     pid_t launcher;           // process id of the launcher
@@ -230,7 +230,7 @@ static int read_options(job *j, int argc, char **argv, int *help) {
 
 /* ---- what ranks get -------------------------------------------------------------------------- */
 
-// A TCP port that nobody uses now; programs that need MASTER_PORT open it soon.
+// Returns a TCP port that nobody uses now; programs that need MASTER_PORT open it soon.
 static int free_port(void) {
     struct sockaddr_in a;
     socklen_t size = sizeof a;
@@ -251,8 +251,8 @@ static void set_number(const char *name, long value) {
     setenv(name, text, 1);
 }
 
-/* The job's name, equal on all nodes, and where its ranks meet: on one host a socket that has the
-   job's name, which takes no port. */
+// Makes the job's name, equal on all nodes, and the place where its ranks meet: on one host a
+// socket that has the job's name, which takes no port.
 static int name_job(job *j) {
     struct timespec t;
     int used;
@@ -275,7 +275,8 @@ static int name_job(job *j) {
                     room - 1);
 }
 
-/* The name of this start has its count: ranks of an earlier one do not meet these. */
+// Sets the environment of the ranks. The name of this start has its count, so that ranks of an
+// earlier one do not meet these.
 static void set_environment(job *j) {
     memcpy(j->id, j->base, sizeof j->id);
     if (j->count) snprintf(j->id + strlen(j->id), COUNT_BYTES, ":r%d", j->count);
@@ -359,7 +360,7 @@ static void say_served(const job *j) {
     setenv("FSDP_STORE_SERVED", text, 1);
 }
 
-// Node 0 serves for all. Returns 0, or the exit status when ranks could not meet.
+// Serves the store of the job, on node 0. Returns 0, or the exit status if ranks could not meet.
 static int serve(job *j) {
     fsdpi_store_desc d;
     char error[800] = "";
@@ -387,7 +388,7 @@ typedef struct process {
     char state; // Z: has ended, and its parent has not looked; T: is stopped
 } process;
 
-// The text of a file of /proc/PID, "": there is none, or no such process.
+// Reads a file of /proc/PID. The text is "" if there is none, or no such process.
 static void read_proc(pid_t pid, const char *name, char *text, size_t size) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%ld/%s", (long)pid, name);
@@ -397,7 +398,7 @@ static void read_proc(pid_t pid, const char *name, char *text, size_t size) {
     if (fd >= 0) close(fd);
 }
 
-// Reads what /proc tells of a process. Returns 0 if there is no such process.
+// Reads the entry of a process in /proc. Returns 0 if there is no such process.
 static int read_process(pid_t pid, process *out) {
     char text[512];
     int parent;
@@ -408,7 +409,7 @@ static int read_process(pid_t pid, process *out) {
     return 1;
 }
 
-// All processes that can be seen. Returns how many; *out is the caller's to free.
+// Lists all processes that can be seen. Returns their number; the caller frees *out.
 static int all_processes(process **out) {
     char self[32] = "";
     int count = 0, cap = 0;
@@ -447,7 +448,7 @@ static int descendants(process **out) {
     return found;
 }
 
-// far: only if it is not in the process group of this one.
+// Sends a signal to a process. far: only if it is not in the process group of this one.
 static void signal_one(pid_t pid, int sig, int far) {
     if (!far || getpgid(pid) != getpgrp()) kill(pid, sig);
 }
@@ -468,7 +469,8 @@ static void signal_ranks(const job *j, int sig, int far) {
         if (j->pids[r] > 0) signal_one(j->pids[r], sig, far);
 }
 
-// Where /proc cannot be read, the ranks that were started are all that is known. Returns as above.
+// Sends a signal to all processes of the job, or, if /proc cannot be read, to its ranks. Returns as
+// signal_descendants.
 static pid_t signal_those(const job *j, int sig, int far) {
     const pid_t first = signal_descendants(sig, far);
     if (!first) signal_ranks(j, sig, far);
@@ -483,7 +485,7 @@ static void complain_of_stuck(pid_t pid) {
              (long)pid, STUCK_MS / 1000);
 }
 
-// The local rank that has this number, and has it no longer; -1: an adopted process.
+// Returns the local rank that had this process id, and forgets the id; -1: an adopted process.
 static int forget(job *j, pid_t pid) {
     for (int r = 0; r < j->ranks; r++)
         if (j->pids[r] == pid) return j->pids[r] = 0, r;
@@ -506,7 +508,8 @@ static void kill_rest(job *j) {
     }
 }
 
-// How many processes the system has killed for lack of memory since it started; -1: it is not told.
+// Returns the number of processes that the system has killed for lack of memory since it started;
+// -1: unknown.
 static long count_oom_kills(void) {
     char line[128];
     long count = -1;
@@ -519,7 +522,7 @@ static long count_oom_kills(void) {
 
 /* ---- the life of the ranks ------------------------------------------------------------------- */
 
-// In the child; does not return. errors: a pipe that exec closes.
+// Becomes the program of a rank, in the child. Does not return. errors: a pipe that exec closes.
 static void become_rank(int local, pid_t parent, int errors, char **argv) {
     sigset_t none;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -621,8 +624,8 @@ static void say_failure(job *j, const char *text) {
     keep_first(j, text, j->status);
 }
 
-/* The first failure. A rank that ended with 0 too early is no failure here, but may be what the
-   others failed of. */
+// Prints the first failure. A rank that ended with 0 too early has not failed, but the others may
+// have failed because of it.
 static void tell(job *j) {
     const int base = j->node * j->ranks, r = j->failed, how = j->failed_how;
     const pid_t pid = j->failed_pid;
@@ -657,9 +660,9 @@ static int end_is_pending(void) {
     return asked;
 }
 
-/* Reaps who has ended, adopted processes too. Returns 0 when nothing is left. An exit status may be
-   the answer to a death that the system has not told yet: it closes the connections of a process
-   before the last thread has ended, and that process may be on another node. Therefore a death
+/* Reaps processes that have ended, adopted ones too. Returns 0 if none is left. An exit status may
+   follow from a death that the system has not reported yet: it closes the connections of a process
+   before its last thread has ended, and that process may be on another node. Therefore a death
    within a moment counts as the first failure. */
 static int reap(job *j) {
     int how;
@@ -785,7 +788,7 @@ static void look_for_silence(job *j, int node, long *heard_ms) {
     tell_nodes(j, 0, text);
 }
 
-// The clock of the nodes' store.
+// Returns the time of the nodes' store.
 static int64_t nodes_ns(void *user) {
     return fsdpi_monotonic_ns(NULL) + FSDPI_LOAD(&((job *)user)->jumps) * 2 * FOREVER_NS;
 }
@@ -853,9 +856,9 @@ static fsdp_status hear_node(const job *j, const char *what, int node, char *tex
     return status;
 }
 
-/* All nodes start with the largest count that one of them knows. A new fsdprun knows neither the
-   count nor the first failure. No ranks begin before all nodes know them: so the count outlives the
-   loss of any node that has begun. Returns 0 after a failure. */
+// Agrees on the largest count that a node knows. A new fsdprun knows neither the count nor the
+// first failure. No ranks begin before all nodes know them: so the count outlives the loss of any
+// node that has begun. Returns 0 after a failure.
 static int agree_on_count(job *j, char *error, size_t cap) {
     char text[COUNT_BYTES + sizeof j->first];
     fsdpi_failure v;
@@ -886,8 +889,8 @@ static void leave_nodes(job *j) {
     j->nodes_store = NULL;
 }
 
-/* The fsdpruns of all nodes meet before each start. A node whose fsdprun was killed may come back:
-   the others wait for it. Returns 0, or the exit status. */
+// Waits until the fsdpruns of all nodes have met, before each start. A node whose fsdprun was
+// killed may come back: the others wait for it. Returns 0, or the exit status.
 static int meet_nodes(job *j, const sigset_t *signals) {
     const long begin = now_ms();
     char error[FSDPI_REASON + 200] = "";
@@ -940,8 +943,8 @@ static void look_after(job *j, const sigset_t *signals) {
     }
 }
 
-// Blocked, so that none is lost between two looks; the ranks get them unblocked. What our parent
-// has told us to ignore (nohup), we and the ranks ignore.
+// Blocks signals, so that none is lost between two looks; the ranks get them unblocked. fsdprun and
+// its ranks ignore a signal that the parent ignores (nohup).
 static void block_signals(sigset_t *signals) {
     static const int forwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCHLD};
     sigset_t blocked;
@@ -1034,8 +1037,8 @@ static int keep(job *j, sigset_t *signals, char **argv) {
     return j->first_status;
 }
 
-/* If the keeper is stopped and its ranks have ended, no other process would end the job: reports
-   it, and kills the keeper after FSDP_TIMEOUT_MS. *since: the first time of that, or NEVER. */
+// Reports a keeper that is stopped after its ranks have ended, since no other process would end the
+// job, and kills it after FSDP_TIMEOUT_MS. *since: the first time of that, or NEVER.
 static void look_at_keeper(const job *j, pid_t keeper, long *since) {
     process p, *all = NULL;
     int live = !read_process(keeper, &p) || p.state != 'T';
@@ -1052,7 +1055,8 @@ static void look_at_keeper(const job *j, pid_t keeper, long *since) {
     } else if (now_ms() - *since >= j->timeout_ms) kill(keeper, SIGKILL);
 }
 
-// In the launcher. What a shell has started before it became this program is not of the job.
+// Waits for the keeper, in the launcher. Processes that a shell has started before it became this
+// program do not belong to the job.
 static int watch(job *j, pid_t keeper, const sigset_t *signals, int has_others) {
     const struct timespec slice = {1, 0};
     int how = 0, sig;

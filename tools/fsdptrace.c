@@ -45,7 +45,7 @@ static void *room(size_t bytes) { // zero-filled; a tool ends without it
     return at;
 }
 
-// A list of `num` with room for one more. It has room for a power of two.
+// Returns the list of `num` elements with room for one more. Its room is a power of two.
 static void *grow(void *list, int num, size_t size) {
     if (num & (num - 1)) return list;
     list = realloc(list, (size_t)(num ? 2 * num : 1) * size);
@@ -65,7 +65,7 @@ static void add(set *s, int rank) {
     s->ranks[s->num++] = rank;
 }
 
-// "0-2, 4-7", "0-4088 in steps of 8"
+// Prints a set of ranks: "0-2, 4-7", "0-4088 in steps of 8".
 static const char *ranges(const set *s, char *out, size_t cap) {
     fsdpi_text t = {out, cap, 0};
     int said = 0;
@@ -128,7 +128,7 @@ static struct {
     char job[128], other[128], backend[16]; // other: of which the directory has files, too
 } job;
 
-// The next entry that was whole when the file was read. 0: there is none.
+// Finds the next entry that was whole when the file was read. Returns 0 if there is none.
 static int next(const record *r, uint32_t *i, fsdpi_flight_op *out) {
     while (r->f && *i < FSDPI_FLIGHT_OPS) {
         *out = r->f->op[(*i)++];
@@ -139,7 +139,7 @@ static int next(const record *r, uint32_t *i, fsdpi_flight_op *out) {
     return 0;
 }
 
-// The state of a process. Another one may have got its number.
+// Returns the state of a record's process. Another process may have got its number.
 static int process_of(const fsdpi_flight_record *f) {
     char host[sizeof f->host] = "", state = 0;
     (void)gethostname(host, sizeof host - 1);
@@ -201,7 +201,8 @@ static void find_pending(record *r) {
     }
 }
 
-// A copy of a file, or NULL and *why. What is cut counts as zeros. Texts end, whatever is there.
+// Returns a copy of a file, or NULL and *why. Missing bytes at the end count as zeros. All texts in
+// it end, even in a damaged file.
 static const fsdpi_flight_record *load(const char *path, const char **why) {
     fsdpi_flight_record *f = (fsdpi_flight_record *)room(sizeof *f);
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -294,7 +295,7 @@ static int clock_of(uint64_t id) {
     return job.num_clocks++;
 }
 
-// The groups, how far each has come, and the processes.
+// Collects the groups, how far each has come, and the processes.
 static void find_groups(void) {
     job.is_over = 1;
     for (int k = 0; k < job.size; k++) {
@@ -337,7 +338,7 @@ typedef struct meeting { // times of one of a group's last TURNS collectives, on
     int64_t came, left; // when the last member came and the first one left; only known clocks
 } meeting;
 
-// No member leaves these before the last one has come.
+// Returns 1 for an operation that no member leaves before the last one has come.
 static int is_meeting(const record *r, const fsdpi_flight_op *o) {
     const int g = r->group[o->comm];
     return o->kind >= FSDP_OP_ALL_GATHER && o->kind <= FSDP_OP_ALL_TO_ALL &&
@@ -424,7 +425,7 @@ static double seconds(const record *r, int64_t ns) {
     return s > 0 ? s : 0;
 }
 
-// "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)"
+// Prints an operation: "all_gather of 'h.3' in 'shard' (forward, step 41, op 1832)".
 static void say_operation(fsdpi_text *t, const record *r, const fsdpi_flight_op *o) {
     const char *what = *o->what ? o->what : "?";
     if (o->kind == FSDPI_OPEN) fsdpi_text_add(t, "fsdp_init");
@@ -456,7 +457,7 @@ static int alike(const record *a, const fsdpi_flight_op *x, const record *b,
            a->f->comm[x->comm].number == b->f->comm[y->comm].number && !strcmp(x->what, y->what);
 }
 
-// The unit's or the extension's call that a rank made last.
+// Prints the unit's or the extension's call that a rank made last.
 static void say_call(fsdpi_text *t, const record *r) {
     const fsdpi_flight_record *f = r->f;
     const int has_what = f->call_what[0] != 0;
@@ -469,7 +470,7 @@ static void say_call(fsdpi_text *t, const record *r) {
     fsdpi_text_add(t, ", %.1f s ago", seconds(r, f->call_ns));
 }
 
-// The rank that failed first, of those whose clocks are known if there are any.
+// Returns the rank that failed first, of those whose clocks are known if there are any.
 static const record *first_failure(int *rank) {
     const record *first = NULL;
     for (int k = 0; k < job.size; k++) {
@@ -494,7 +495,7 @@ static int has_died(const record *r) {
            (!job.is_over || (failed && failed->f->status == FSDP_ERR_PEER_LOST));
 }
 
-// Why a rank is not in the operation that others wait in.
+// Prints why a rank is not in the operation that others wait in.
 static void say_situation(fsdpi_text *t, int rank) {
     const record *r = &job.of[rank];
     if (!r->f) {
@@ -539,7 +540,7 @@ static finding *find_more(findings *all) {
 static findings waits, others, parts;
 static uint8_t *is_out; // [size] this rank is not in an operation that others wait in
 
-// All ranks in an operation that has not ended.
+// Finds all ranks in an operation that has not ended.
 static void find_waits(void) {
     for (int k = 0; k < job.size; k++) {
         const record *r = &job.of[k];
@@ -620,7 +621,7 @@ static uint64_t signature(const fsdpi_flight_op *o) {
     return fsdpi_hash_words(1, words, 5) | 1;
 }
 
-// An operation of a group on a rank. 0: it is not there any more, or not yet.
+// Finds an operation of a group on a rank. Returns 0 if it is not there any more, or not yet.
 static int turn_of(const record *r, int g, uint32_t turn, fsdpi_flight_op *out) {
     for (uint32_t i = 0; next(r, &i, out);)
         if (out->turn == turn && r->group[out->comm] == g) return 1;
@@ -680,7 +681,7 @@ static int by_seconds(const void *a, const void *b) {
 
 /* ---- what is printed ------------------------------------------------------------------------- */
 
-// One job is shown. Another one of the directory, or "".
+// Names another job of the directory, since only one is shown. name "": there is none.
 static void put_other(const char *name) {
     char text[1024] = "";
     fsdpi_why_text t = {text, sizeof text, 0, 0, 0, 0, 0};
@@ -797,7 +798,7 @@ static void print_text(const set *missing, const char *first, const char *advice
     if (*advice) printf("%s\n", advice);
 }
 
-// With those that the others wait for: by the first of them.
+// Returns an advice about the ranks that the others wait for, given by the first of them.
 static const char *what_to_do(void) {
     const record *r = &job.of[others.list[0].ranks.ranks[0]];
     if (r->f && r->f->state == FSDPI_FLIGHT_SHUT_DOWN)
@@ -882,7 +883,7 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
 
 /* ---- json ------------------------------------------------------------------------------------ */
 
-// A file is there whole, or not at all.
+// Writes the trace as JSON. After a failure there is no new file at `path`.
 static int write_json(const char *dir, const char *wanted, int force, const char *path) {
     char text[1024] = "", made[4096];
     fsdpi_tr_job traces;

@@ -81,7 +81,7 @@ static int64_t helps_work(const helps *h, int i) {
     return has && end > begin ? end - begin : 0;
 }
 
-// On streams the host has made the first call before COMPUTE comes to it: the time until then.
+// Returns the time from the first call of the host until COMPUTE comes to it, on streams.
 static int64_t helps_lead(const helps *h) {
     const fsdpi_tr_event *call = h->calls[0], *first = NULL;
     for (uint64_t k = 0; k < h->rank->num_records; k++) {
@@ -101,7 +101,8 @@ static int helps_by_seq(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-// 0, or what stands in the way.
+// Reads the program of the step and its costs. Returns NULL, or the reason why a simulation is
+// impossible.
 static const char *helps_begin(helps *h, const fsdpi_why *y) {
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_step *step = rank->steps;
@@ -241,7 +242,7 @@ static fsdp_status helps_model(const helps *h, const helps_option *o, fsdp_world
     return status ? status : helps_prefetch(h, o, units);
 }
 
-// 0, or a failure, whose text is in `why`.
+// Simulates a step with an option. Returns 0, or a failure, whose text is in `why`.
 static fsdp_status helps_simulate(const helps *h, const helps_option *o, fsdp_plan_times *out,
                                   char *why, size_t cap) {
     const int run = h->rank->head.run, streams = run == FSDP_RUN_STREAMS;
@@ -286,7 +287,7 @@ static fsdp_status helps_simulate_record(helps *h, fsdp_plan_times *out, char *w
 
 /* ---- what helps ------------------------------------------------------------------------------ */
 
-// Gain per byte, the most first.
+// Orders options by gain per byte, the largest first.
 static int helps_by_worth(const void *a, const void *b) {
     const helps_option *x = (const helps_option *)a, *y = (const helps_option *)b;
     const double left = (double)x->gain * fmax(1, (double)y->bytes),

@@ -43,7 +43,7 @@ static int json_by_place(const void *a, const void *b) {
     return x->depth - y->depth;
 }
 
-// The bytes of the character that begins here; 0: it is no UTF-8.
+// Returns the number of bytes of the character that begins here; 0: it is not UTF-8.
 static int json_utf8(const unsigned char *c) {
     int num = c[0] < 0x80 ? 1 : c[0] < 0xc2 ? 0 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4;
     if (c[0] > 0xf4) return 0;
@@ -85,7 +85,7 @@ static void json_begin(json_writer *w, const char *phase, int thread, const char
     json_text(w->to, name);
 }
 
-// A name of a process or of a thread.
+// Writes the name of a process or of a thread.
 static void json_named(json_writer *w, const char *what, int thread, const char *name) {
     json_begin(w, "M", thread, what, w->zero);
     fputs(",\"args\":{\"name\":", w->to);
@@ -93,7 +93,7 @@ static void json_named(json_writer *w, const char *what, int thread, const char 
     fputs("}}", w->to);
 }
 
-// "h.3 all_gather 14.2 MB"
+// Prints the name of an event: "h.3 all_gather 14.2 MB".
 static void json_name(const fsdpi_tr_rank *r, const fsdpi_tr_event *o, char *out, size_t cap) {
     const char *what = fsdpi_tr_name(r, o->what);
     const char *did = o->kind < FSDPI_TR_CALL ? fsdp_op_name(o->kind)
@@ -157,8 +157,9 @@ static void json_add(json_event *list, int64_t *num, const json_event *like, int
     snprintf(e->name, sizeof e->name, "%s", name);
 }
 
-/* The events of a record: at most JSON_EVENTS. `ended`: when the records before it on its stream
-   had. What begins a little earlier is moved there: times of a device are not exact. */
+// Makes the events of a record: at most JSON_EVENTS. `ended`: the end of the records before it on
+// its stream. A record that begins a little earlier is moved there: times of a device are not
+// exact.
 static void json_record(const fsdpi_tr_rank *r, uint64_t i, json_event *list, int64_t *num,
                         int64_t *ended) {
     const fsdpi_tr_event *o = &r->records[i];

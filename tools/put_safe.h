@@ -6,7 +6,7 @@
 
 #include <stdio.h>
 
-// It moves no cursor, and looks like nothing that it is not.
+// Prints a text from outside. It cannot move the cursor, or look like another text.
 static void put_safe(FILE *to, const char *text) {
     for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
         if (*c == '\\') fputs("\\\\", to);

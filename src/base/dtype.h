@@ -1,5 +1,7 @@
 /* base/dtype.h - the names and sizes of status codes and element types
 
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

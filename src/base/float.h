@@ -1,6 +1,9 @@
 /* base/float.h - one element: conversions between floating dtypes, NaN and infinity
 
    A part of fsdp.h, and of the CUDA kernels.
+   Invariant: the same inputs give the same bits with any compiler flags.
+   Callers: backends/fsdp_cuda.cu (fsdpi_f32_bits), reduce.h (fsdpi_at), core/clip.h (fsdpi_is_nan)
+     and 4 other files.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -13,9 +16,7 @@
 
 #include <string.h> // memcpy
 
-// Invariant: the same inputs give the same bits with any compiler flags.
-
-// These look at bits, because a compiler may assume that there are no NaNs.
+// Returns 1 if x is a NaN. Tests bits, because a compiler may assume that there are no NaNs.
 static FSDPI_UNUSED int fsdpi_is_nan(double x) {
     uint64_t u;
     memcpy(&u, &x, sizeof u);
@@ -96,7 +97,8 @@ static inline float fsdpi_f64_to_f32_odd(double d) {
     return fsdpi_f32_of(u | 1u);
 }
 
-// An element of any dtype but f64. In a sum a signalling NaN may stay: addition makes it quiet.
+// Returns element i of any dtype but f64. In a sum a signalling NaN may stay: addition makes it
+// quiet.
 FSDPI_MERGED float fsdpi_at(const char *src, fsdp_dtype dtype, size_t i, int in_sum) {
     if (dtype == FSDP_F32) return ((const float *)(const void *)src)[i];
     uint16_t h = ((const uint16_t *)(const void *)src)[i];

@@ -1,5 +1,10 @@
 /* base/os.h - the calls of the operating system (Linux), a lock, the environment
 
+   The few calls of the operating system that the library needs. Strict C99 hides some of them. The
+   library declares these under private names of the same symbols, and needs no feature macros.
+   Callers: backends/fsdp_nccl.h (fsdpi_unlock), backends/fsdp_store.h (fsdpi_unlock),
+     backends/fsdp_shm_world.h (fsdpi_futex_wake_all) and 20 other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -14,9 +19,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// The few calls of the operating system that the library needs. Strict C99 hides some of them. The
-// library declares these under private names of the same symbols, and needs no feature macros.
 
 #include <errno.h>       // errno
 #include <fcntl.h>       // fcntl, open
@@ -109,8 +111,9 @@ static inline void fsdpi_poison(const void *at, size_t bytes) { (void)at, (void)
 static inline void fsdpi_unpoison(const void *at, size_t bytes) { (void)at, (void)bytes; }
 #endif
 
-// A lock for a few instructions, as around an error text. 0: free, 1: taken, 2: taken, and another
-// thread may sleep until it is free.
+// Takes a lock if it is free, and returns 1 if so. The lock guards a few instructions, such as
+// those that set an error text. 0: free, 1: taken, 2: taken, and another thread may sleep until it
+// is free.
 static int fsdpi_try_lock(uint32_t *lock) {
     uint32_t none = 0;
     return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
@@ -144,7 +147,7 @@ extern int fsdpi_at_thread_end(void (*call)(void *), void *arg,
                                const void *in_library) __asm__("__cxa_thread_atexit_impl")
     __attribute__((weak)); // glibc's
 
-// Until this thread ends, dlclose does not unload the library that has this code.
+// Keeps dlclose from unloading the library that has this code, until this thread ends.
 static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
@@ -199,14 +202,14 @@ static uint64_t fsdpi_system_clock_id(void) {
 // The one reader of environment variables. An empty variable counts as not set. If a variable has a
 // wrong value, fsdp_init fails and names it.
 
-// NULL: the variable is not set, or is empty.
+// Returns the value of a variable; NULL if it is not set, or is empty.
 static const char *fsdpi_env(const char *name) {
     const char *text = name ? getenv(name) : NULL;
     return text && *text ? text : NULL;
 }
 
-// An integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as it is.
-// After a failure *error has the text.
+// Reads an integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as it
+// is. Writes the text of a failure to *error.
 static fsdp_status fsdpi_env_int(const char *name, int least, int most, int *out,
                                  fsdpi_text *error) {
     const char *text = fsdpi_env(name);

@@ -1,5 +1,11 @@
 /* base/reduce.h - the one reduction: every loop over elements that casts, adds or scales
 
+   Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
+   the ranks. No expression both multiplies and adds: a compiler may contract the two to an
+   operation with one rounding. Loops work on blocks that stay in the first-level cache.
+   Callers: programs, backends/fsdp_shm_world.h (fsdpi_reduce), core/host.h (fsdpi_load_f64),
+     backends/fsdp_fake.h (fsdpi_reduce) and 1 other file.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -13,10 +19,6 @@
 
 #include <string.h> // memcpy, memmove
 
-// Invariants: the same inputs give the same bits with any compiler flags. Sums run in the order of
-// the ranks. No expression both multiplies and adds: a compiler may contract the two to an
-// operation with one rounding. Loops work on blocks that stay in the first-level cache.
-
 #define FSDPI_BLOCK    512 // elements: with whole pages, aligned sources would share cache lines
 #define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
 
@@ -24,8 +26,8 @@
 // -O2.
 FSDP_PRECISE_BEGIN("O3")
 
-/* At most FSDPI_BLOCK elements of any floating dtype, to and from f64. If `src` is f64 already, it
-   is returned as it is, without a copy. */
+// Converts at most FSDPI_BLOCK elements of any floating dtype to f64. Returns `src` itself if it is
+// f64 already, otherwise tmp.
 static const double *fsdpi_load_f64(double *tmp, const void *src, fsdp_dtype dtype, size_t count) {
     if (dtype == FSDP_F64) return (const double *)src;
     for (size_t i = 0; i < count; i++) tmp[i] = (double)fsdpi_at((const char *)src, dtype, i, 0);
@@ -40,8 +42,8 @@ static void fsdpi_store_f64(void *dst, fsdp_dtype dtype, const double *src, size
                       dtype == FSDP_F32 ? (float)src[i] : fsdpi_f64_to_f32_odd(src[i]));
 }
 
-// acc (op)= x, element by element. An f64 sum or product of two f32 that is rounded to f32 has the
-// bits of the f32 operation.
+// Computes acc (op)= x, element by element. An f64 sum or product of two f32 that is rounded to f32
+// has the bits of the f32 operation.
 static void fsdpi_combine(double *acc, const double *x, size_t count, fsdp_redop redop, int wide) {
     if (redop == FSDP_MAX) // ?: and not if: with -Ofast gcc makes fmax and fmin of branches
         for (size_t i = 0; i < count; i++) acc[i] = x[i] > acc[i] ? x[i] : acc[i];
@@ -54,9 +56,9 @@ static void fsdpi_combine(double *acc, const double *x, size_t count, fsdp_redop
         }
 }
 
-/* One block of dst (+)= scale * (src_0 op src_1 op ...), in f64 if wide, else in f32. A loop of its
-   own applies the scale to the whole block before dst is added: see the invariants. A cast does no
-   arithmetic, because a process that was built with -Ofast may flush subnormals in it. */
+// Computes one block of dst (+)= scale * (src_0 op src_1 op ...), in f64 if wide, otherwise in f32.
+// A loop of its own applies the scale to the whole block before dst is added: see the invariants. A
+// cast does no arithmetic, because a process that was built with -Ofast may flush subnormals in it.
 static FSDPI_NOINLINE void fsdpi_reduce_block(void *dst, fsdp_dtype dst_dtype,
                                               const char *const *srcs, int num_srcs,
                                               fsdp_dtype dtype, size_t count, double scale,
@@ -114,7 +116,7 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 #define FSDPI_LINE
 #endif
 
-#define FSDPI_STRIDE 16                  // elements of a loop: a multiple of this
+#define FSDPI_STRIDE 16                  // the number of elements of a loop is a multiple of it
 #define FSDPI_STREAM ((size_t)512 << 10) // results from this size bypass the caches
 
 // Tells the compiler that no round of a loop reads what an earlier one has written.
@@ -126,9 +128,9 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 #define FSDPI_APART
 #endif
 
-/* dst = scale * (src_0 + src_1 + ...): the one loop that compilers vectorise. dtypes, num and
-   scaled are constants at each use. A source of the same size may be dst; no other source lies in
-   it. */
+// Computes dst = scale * (src_0 + src_1 + ...), in the only loop that compilers vectorise. dtypes,
+// num and scaled are constants at each use. A source of the same size may be dst; no other source
+// may overlap it.
 FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                              fsdp_dtype from, size_t count, float scale, int scaled) {
     const char *s[8];
@@ -150,7 +152,7 @@ FSDPI_MERGED void fsdpi_loop(void *dst, fsdp_dtype to, const char *const *srcs, 
     }
 }
 
-// It always scales: a sum that is multiplied by one keeps its bits.
+// Sums 2, 3, 4 or 8 sources. Always scales: a sum that is multiplied by one keeps its bits.
 FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fsdp_dtype from,
                                  size_t count, float scale) {
     if (num == 2) fsdpi_loop(dst, FSDP_F32, srcs, 2, from, count, scale, 1);
@@ -159,8 +161,8 @@ FSDPI_MERGED void fsdpi_loop_sum(void *dst, const char *const *srcs, int num, fs
     else fsdpi_loop(dst, FSDP_F32, srcs, 8, from, count, scale, 1);
 }
 
-/* All loops that there are: sums of 2, 3, 4 or 8 f32 or bf16 to f32, one f32 scaled to f32, and
-   casts between f32 and 16 bits without a scale. */
+// Runs one of the loops: sums of 2, 3, 4 or 8 f32 or bf16 to f32, one f32 scaled to f32, and casts
+// between f32 and 16 bits without a scale.
 FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *srcs, int num,
                                    fsdp_dtype from, size_t count, float scale) {
     if (to == FSDP_BF16) fsdpi_loop(dst, FSDP_BF16, srcs, 1, FSDP_F32, count, 1, 0);
@@ -173,7 +175,8 @@ FSDPI_MERGED void fsdpi_loop_table(void *dst, fsdp_dtype to, const char *const *
     else fsdpi_loop_sum(dst, srcs, num, FSDP_F32, count, scale);
 }
 
-// The loops are compiled for every processor of the architecture, and once more for AVX2.
+// Runs a loop that was compiled for every processor of the architecture. The loops are compiled
+// once more for AVX2.
 static FSDPI_NOINLINE void fsdpi_loop_base(void *dst, fsdp_dtype to, const char *const *srcs,
                                            int num, fsdp_dtype from, size_t count, float scale) {
     fsdpi_loop_table(dst, to, srcs, num, from, count, scale);
@@ -213,7 +216,7 @@ static void fsdpi_stream(char *dst, const char *src, size_t bytes) {
 #endif
 }
 
-// Later writes of this thread are seen after the streamed ones.
+// Orders streamed writes before later writes of this thread, as other threads see them.
 static void fsdpi_stream_end(void) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
     __asm__ volatile("sfence" ::: "memory");
@@ -226,8 +229,8 @@ static const char *fsdpi_widen(float *room, const char *src, fsdp_dtype dtype, s
     return (const char *)room;
 }
 
-/* One block, by way of arrays on the stack, so that dst may be a source. Sums take up to eight
-   sources at a time. The last sum applies the scale; then dst is added and the result rounded. */
+// Reduces one block through arrays on the stack, so that dst may be a source. Sums take up to eight
+// sources at a time. The last sum applies the scale; then dst is added and the result rounded.
 static FSDPI_NOINLINE void fsdpi_loop_block(char *dst, fsdp_dtype to, const char *const *srcs,
                                             int num, fsdp_dtype from, size_t count, float scale,
                                             int accumulate) {
@@ -317,9 +320,9 @@ static void fsdpi_reduce_by_loops(char *dst, fsdp_dtype to, const char *const *s
     else fsdpi_loops(dst, to, srcs, num, from, count, scale);
 }
 
-/* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
-   library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
-   dst may be one of the sources. Sums are in f64 if a dtype is f64, else in f32. */
+// Computes dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. All casts, scaled
+// copies, fused reduce-scatters and all-reduces of the CPU backends call it. dst may be one of the
+// sources. Sums are in f64 if a dtype is f64, otherwise in f32.
 static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
                                       int num_srcs, fsdp_dtype dtype, size_t count, double scale,
                                       int accumulate, fsdp_redop redop) {

@@ -1,5 +1,8 @@
 /* checkpoint/api.h - the public functions of a model's checkpoints
 
+   State: fsdp_checkpoint.
+   Callers: programs.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"

@@ -1,5 +1,10 @@
 /* checkpoint/files.h - the file calls of the operating system, and one file call as data
 
+   The default fsdp_file_ops, and calls that retry and report failures. Strict C99 hides three
+   functions of unistd.h, which are declared here under private names of the same symbols.
+   Callers: export.h (fsdpi_ck_forget), save.h (fsdpi_ck_write), open.h (fsdpi_ck_forget) and 7
+     other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -17,9 +22,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-// The default fsdp_file_ops, and calls that retry and report failures. Strict C99 hides three
-// functions of unistd.h, which are declared here under private names of the same symbols.
 
 extern ssize_t fsdpi_ck_pread(int fd, void *buf, size_t count, int64_t at) __asm__("pread");
 extern ssize_t fsdpi_ck_pwrite(int fd, const void *buf, size_t count,

@@ -1,5 +1,9 @@
 /* checkpoint/load.h - a load: what this rank wants, from which tensor of the files
 
+   Plans and runs a load. All errors in names, shapes and dtypes are found before a value changes,
+   and all ranks agree on them.
+   Callers: api.h (fsdpi_ck_report_load).
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -18,9 +22,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Plans and runs a load. All errors in names, shapes and dtypes are found before a value changes,
-// and all ranks agree on them.
 
 typedef struct fsdpi_ck_load {
     fsdp_checkpoint *ck;

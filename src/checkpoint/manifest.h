@@ -1,5 +1,10 @@
 /* checkpoint/manifest.h - the manifest of a checkpoint, printed and read
 
+   Prints and reads manifest.json (docs/checkpoints.md), the last file that a save writes: it lists
+   files, sizes and checksums. The headers of the data files say where each tensor lies.
+   Callers: export.h (fsdpi_ck_say), save.h (fsdpi_ck_print_begin), open.h (fsdpi_ck_index_stem) and
+     2 other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -15,9 +20,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// Prints and reads manifest.json (docs/checkpoints.md), the last file that a save writes: it lists
-// files, sizes and checksums. The headers of the data files say where each tensor lies.
 
 // One data file of a checkpoint, as in the manifest.
 typedef struct fsdpi_ck_file {

@@ -1,5 +1,11 @@
 /* checkpoint/open.h - what is at a path: files, tensors, boxes
 
+   From a path to a sorted list of boxes. One process reads headers into one block of bytes. All
+   ranks get that block, and make equal lists from it. Checkpoints of this library, those of PyTorch
+   and models of Hugging Face differ only in the source of the file names.
+   Callers: api.h (fsdpi_ck_opened_end), reader.h (fsdpi_ck_fail), load.h (fsdpi_ck_boxes_of) and 2
+     other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -19,10 +25,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// From a path to a sorted list of boxes. One process reads headers into one block of bytes. All
-// ranks get that block, and make equal lists from it. Checkpoints of this library, those of PyTorch
-// and models of Hugging Face differ only in the source of the file names.
 
 /* -------------------------------------------------------------------------------------------- */
 // File calls as jobs.
@@ -555,7 +557,7 @@ static fsdp_status fsdpi_ck_fetch(fsdpi_ck_io *io, const char *path, fsdpi_ck_he
 /* -------------------------------------------------------------------------------------------- */
 // Parsing the block.
 
-typedef struct fsdpi_ck_data_file { // a data file
+typedef struct fsdpi_ck_data_file {
     const char *name;
     int64_t bytes, header; // bytes of the file; 8 + N
     int64_t first, num;    // its entries

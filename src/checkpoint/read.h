@@ -1,5 +1,11 @@
 /* checkpoint/read.h - bytes of boxes, in the order of the files, checked
 
+   Reads a list of items. An item is the intersection of a box in a file and a box in memory. The
+   list is sorted by position in the files: each byte is read once, and each block's checksum is
+   compared once.
+   Callers: reader.h (fsdpi_ck_carrier), load.h (fsdpi_ck_verify_blocks), export.h
+     (fsdpi_ck_carrier) and 1 other file.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -16,10 +22,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// Reads a list of items. An item is the intersection of a box in a file and a box in memory. The
-// list is sorted by position in the files: each byte is read once, and each block's checksum is
-// compared once.
 
 enum {
     FSDPI_CK_READS = 256,       // reads in one job of the worker
@@ -371,8 +373,7 @@ static fsdp_status fsdpi_ck_read_all(fsdpi_ck_reader *r) {
     return status;
 }
 
-/* Arguments of a job that compares the checksums of the blocks mine, mine + of, ... of all files.
-   */
+// Arguments of a job that verifies every `of`-th block of all files, from block `mine` on.
 typedef struct fsdpi_ck_verify_job {
     fsdpi_ck_reader *r;
     int64_t mine, of, num_blocks;

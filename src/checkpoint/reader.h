@@ -1,5 +1,9 @@
 /* checkpoint/reader.h - a checkpoint read by one process, without a world
 
+   The reader for tools and bindings. The calling thread makes the file calls, memory comes from the
+   C library, and failures go to the caller's text instead of a log.
+   Callers: programs and export.h (fsdpi_ck_whole_at).
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -15,9 +19,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// The reader for tools and bindings. The calling thread makes the file calls, memory comes from the
-// C library, and failures go to the caller's text instead of a log.
 
 // A tensor and its boxes, which are adjacent in the list.
 typedef struct fsdpi_ck_whole_tensor {

@@ -1,5 +1,10 @@
 /* checkpoint/retention.h - which directories are checkpoints, and the end of old ones
 
+   Names of checkpoints in a run's directory, and removal of old ones by rank 0's worker. A
+   checkpoint is renamed before it is removed, so that no reader finds a partial one.
+   Callers: export.h (fsdpi_ck_step_of), save.h (fsdpi_ck_remove_dir) and api.h
+     (fsdpi_ck_list_steps).
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -16,9 +21,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// Names of checkpoints in a run's directory, and removal of old ones by rank 0's worker. A
-// checkpoint is renamed before it is removed, so that no reader finds a partial one.
 
 enum {
     FSDPI_CK_MOST_STEPS = 4096, // in one pass; a later save handles the rest

@@ -1,5 +1,10 @@
 /* checkpoint/rounds.h - ranks that wait for files meet every 100 ms, and fail together
 
+   In a phase each rank makes its own file calls. Meanwhile all ranks make a small collective, a
+   round, every 100 ms until no rank is busy. So no collective waits long for a disk.
+   Callers: api.h (fsdpi_ck_agree), save.h (fsdpi_ck_agree), load.h (fsdpi_ck_finish_phase) and 1
+     other file.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -13,9 +18,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// In a phase each rank makes its own file calls. Meanwhile all ranks make a small collective, a
-// round, every 100 ms until no rank is busy. So no collective waits long for a disk.
 
 #define FSDPI_CK_NAP INT64_C(100000000) // nanoseconds between two rounds of a rank that waits
 

@@ -1,5 +1,11 @@
 /* checkpoint/save.h - a save: what this rank writes, and the way to one rename
 
+   The protocol of a save. All ranks write and sync their files in a directory whose name begins
+   with a dot. Then rank 0 writes the manifest, syncs, and renames the directory: this is the
+   commit. If the job ends before the rename, the earlier checkpoints are intact.
+   State: fsdp_checkpoint.save.
+   Callers: api.h (fsdpi_ck_copy) and export.h (fsdpi_ck_sum).
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -25,10 +31,6 @@
 #ifdef __SSE2__
 #include <emmintrin.h> // _mm_stream_si128
 #endif
-
-// The protocol of a save. All ranks write and sync their files in a directory whose name begins
-// with a dot. Then rank 0 writes the manifest, syncs, and renames the directory: this is the
-// commit. If the job ends before the rename, the earlier checkpoints are intact.
 
 /* -------------------------------------------------------------------------------------------- */
 // The data of this rank: a header, and spans in the order of the header.
@@ -152,7 +154,7 @@ static fsdp_status fsdpi_ck_gather_headers(fsdp_checkpoint *ck, const char *call
     return status;
 }
 
-// Rank 0 parses the headers of all ranks, and checks that their boxes tile every tensor.
+// Parses the headers of all ranks, and checks that their boxes tile every tensor. Rank 0 calls it.
 static fsdp_status fsdpi_ck_check_headers(fsdp_checkpoint *ck, const char *call, const char *text,
                                           const int64_t *at, fsdpi_ck_buffer *work) {
     const int64_t *sizes = (const int64_t *)ck->save.sizes.ptr;

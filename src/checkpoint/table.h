@@ -1,5 +1,10 @@
 /* checkpoint/table.h - the tensors of this rank: names, boxes, memory
 
+   Decides which tensors belong to a checkpoint of this model. Each save and load makes the table
+   again, because views and states move when parameters are frozen, thawed or cast.
+   Callers: load.h (fsdpi_ck_find_tensor), save.h (fsdpi_ck_tabulate), api.h (fsdpi_ck_tabulate) and
+     2 other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -13,9 +18,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// Decides which tensors belong to a checkpoint of this model. Each save and load makes the table
-// again, because views and states move when parameters are frozen, thawed or cast.
 
 static fsdp_status fsdpi_ck_bad(const fsdp_checkpoint *ck, const char *call, const char *name,
                                 const char *why) {

@@ -1,5 +1,10 @@
 /* checkpoint/tile.h - do the boxes of all files tile every tensor?
 
+   Checks coverage before a save is committed and before a load reads. It finds holes, overlaps, and
+   boxes that disagree about their tensor.
+   Callers: reader.h (fsdpi_ck_whole), load.h (fsdpi_ck_volume), read.h (fsdpi_ck_same_box) and 3
+     other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -10,9 +15,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-// Checks coverage before a save is committed and before a load reads. It finds holes, overlaps, and
-// boxes that disagree about their tensor.
 
 // A box of a tensor in one of the files.
 typedef struct fsdpi_ck_box {

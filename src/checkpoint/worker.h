@@ -1,5 +1,10 @@
 /* checkpoint/worker.h - one thread that makes file calls, so that the caller's need not wait
 
+   Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
+   memory that the caller has prepared, and neither the world nor the model.
+   State: fsdpi_ck_worker: a job, and whether it is done.
+   Callers: save.h (fsdpi_ck_now), api.h (fsdpi_ck_now), rounds.h (fsdpi_ck_now) and 2 other files.
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"
@@ -11,9 +16,6 @@
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-// Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
-// memory that the caller has prepared, and neither the world nor the model.
 
 struct fsdpi_ck_timespec {
     long tv_sec, tv_nsec;
@@ -30,8 +32,8 @@ static int64_t fsdpi_ck_now(void) { // monotonic, in nanoseconds
 #define FSDPI_CK_GET(p)    __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_CK_PUT(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
-// A futex that counts rings. A waiting thread first reads the count and then tests its condition.
-// It sleeps only if the count has not changed since.
+// Wakes all threads that wait for the bell, a futex that counts rings. A waiting thread first reads
+// the count and then tests its condition. It sleeps only if the count has not changed since.
 static void fsdpi_ck_ring(uint32_t *bell) {
     __atomic_add_fetch(bell, 1, __ATOMIC_RELEASE);
     (void)fsdpi_ck_syscall(SYS_futex, bell, 129 /* wake, private */, 0x7FFFFFFF, NULL, NULL, 0);

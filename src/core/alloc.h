@@ -1,5 +1,11 @@
 /* core/alloc.h - host memory, of a world and of a model
 
+   A block is zero-filled and aligned to 64 bytes. Its size is stored before it, since the caller's
+   allocator gets the size when the library frees the block.
+   State: fsdp_model.counters.allocations.
+   Callers: unit.h (fsdpi_model_free), backends/fsdp_nccl.h (fsdpi_free), predict.h
+     (fsdpi_model_free) and 29 other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -13,9 +19,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-// A block is zero-filled and aligned to 64 bytes. Its size is stored before it, since the caller's
-// allocator gets the size when the library frees the block.
 
 #define FSDPI_ALIGN 64
 

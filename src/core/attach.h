@@ -1,5 +1,8 @@
 /* core/attach.h - extensions are attached and detached; the states that they keep
 
+   State: fsdp_model.attached, the list of extensions.
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -15,7 +18,7 @@
 #include "run.h"
 #include "step.h"
 #include "timeline.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 
@@ -43,11 +46,11 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
-    fsdpi_watch(model);
+    fsdpi_update_listeners(model);
     return FSDP_OK;
 }
 
-// The first unit that holds a slot which an extension gave it; NULL: there is none.
+// Returns the first unit that holds a slot which an extension gave it; NULL: there is none.
 static const fsdp_unit *fsdpi_unit_with_foreign_slot(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_REDUCE_OUT; pool++) {
@@ -110,7 +113,7 @@ FSDP_API fsdp_status fsdp_extension_mute(fsdp_model *model, fsdp_extension *exte
         fsdp_extension *e = own ? extension : &(*at)->e;
         e->call = NULL, e->returned = NULL, e->op = NULL, e->ran = NULL;
     }
-    fsdpi_watch(model);
+    fsdpi_update_listeners(model);
     return FSDP_OK;
 }
 

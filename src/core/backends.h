@@ -1,5 +1,7 @@
 /* core/backends.h - the table of the backends that are compiled in
 
+   Callers: world.h (fsdpi_ranks_meet).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -51,9 +53,9 @@ static const fsdpi_backend fsdpi_backends[] = {
 #endif
     {NULL, NULL, NULL, 0, 0}};
 
-/* The backend with this name. If name is NULL: the first one that can serve the job and has the
-   device of the first entry, since a program does not move to GPUs by itself. If there is none:
-   the last entry. */
+// Returns the backend with this name. If name is NULL, returns the first one that can serve the job
+// and has the device of the first entry, since a program does not move to GPUs by itself. If there
+// is none, returns the last entry.
 static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
     const fsdpi_backend *first = fsdpi_backends, *b = first;
     while (b->name && (name ? strcmp(name, b->name) != 0

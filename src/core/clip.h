@@ -1,5 +1,8 @@
 /* core/clip.h - the norm of all gradients, and clipping
 
+   State: fsdp_model.scalar, norm_type and norm_blocks.
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -22,7 +22,7 @@
 #include "shard_math.h"
 #include "template.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdlib.h>
 #include <string.h>

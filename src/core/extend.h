@@ -1,4 +1,6 @@
-/* core/extend.h - what extensions call: records, buffers, memory, copies, agreement
+/* core/extend.h - what extensions call: ops, buffers, memory, copies, agreement
+
+   Callers: programs, plan/replay.h (fsdpi_do_marker) and plan/tape.h (fsdpi_buf_place).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -20,7 +22,7 @@
 #include "pool.h"
 #include "run.h"
 #include "step.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -177,7 +179,7 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
-// A buffer without memory of its own, and of no pool that counts it.
+// Makes a buffer in the caller's memory. No pool counts it.
 static fsdp_status fsdpi_buf_place(fsdp_model *m, char *ptr, int64_t nbytes, fsdp_buf **buf) {
     *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof **buf);
     if (!*buf) return fsdpi_no_memory(m->world, "buf_view", "", sizeof **buf);

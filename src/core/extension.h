@@ -141,26 +141,26 @@ FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model);
    Source      none in torch */
 FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal);
 
-/* fsdp_op_init - a zeroed record with the model's entries: unit, step, training state, scale 1
-   unit        NULL: the record is the model's
+/* fsdp_op_init - a zeroed op with the model's entries: unit, step, training state, scale 1
+   unit        NULL: the op is the model's
    kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered label, FSDP_STREAM_* */
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream);
 
-/* fsdp_emit - number and count a record, show it to extensions, run it in its stream's order
+/* fsdp_emit - number and count an op, show it to extensions, run it in its stream's order
    op          from fsdp_op_init, with the fields of its kind (listed in docs/extensions.md). It
                waits for src and dst, and others wait for it through them. src_ptr, dst_ptr NULL:
                their begin. The library fills in seq, wait, and bytes if it is 0. A marker takes
                effect: ACQUIRE holds dst, RELEASE gives src back after `stream`, GRADS_WRITTEN
                says that the caller has written dst
    Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (the backend lacks the
-               collective), OUT_OF_MEMORY; if the record runs at once, collective errors
-   Collective  if the record is one: every rank of op->comm, same order, same what and count
+               collective), OUT_OF_MEMORY; if the op runs at once, collective errors
+   Collective  if the op is one: every rank of op->comm, same order, same what and count
    Blocks      inline: until done; else no
-   Allocates   the first record on FSDP_STREAM_EXTENSION: with comm threads a worker thread */
+   Allocates   the first op on FSDP_STREAM_EXTENSION: with comm threads a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
-/* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
+/* fsdp_call_begin - begin a call of your extension, before its ops: check that the call is
    possible now, and show a HOOK marker. If units hold gradients that are not reduced, it does as
    the public call does: PARAMS_CHANGED (a step of an optimizer), CLIP and ZERO_GRAD log it, once
    for each model and call; LOAD and REQUIRES_GRAD fail
@@ -177,12 +177,12 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 FSDP_API int fsdp_label_register(fsdp_model *model, const char *name);
 FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name);
 
-/* fsdp_op_label        - name of a record's label, also of a registered one
+/* fsdp_op_label        - name of an op's label, also of a registered one
    fsdp_model_pool_name - name of a pool, also of a registered one; "?" out of range */
 FSDP_API const char *fsdp_op_label(const fsdp_op *op);
 FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 
-/* fsdp_buf_create - zeroed memory for records, with the two events that order them
+/* fsdp_buf_create - zeroed memory for ops, with the two events that order them
    pool        counts its bytes: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
    fsdp_buf_view - a part of another buffer: own events, no own memory, not counted. whole NULL:
@@ -237,7 +237,7 @@ FSDP_API const char *fsdp_lock_reason(const fsdp_model *model);
    Source      torch: Stream.synchronize */
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
 
-/* fsdp_mesh_comm - the group along a dim of a mesh, for records on a stream. Streams that may run
+/* fsdp_mesh_comm - the group along a dim of a mesh, for ops on a stream. Streams that may run
    at the same time have groups of their own if the backend needs that
    comm        the mesh owns it. NULL: a group of one rank
    Result      FSDP_OK; INVALID_ARG (no such dim or stream, this rank is outside the mesh),
@@ -256,11 +256,11 @@ FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 FSDP_API int fsdp_world_has(const fsdp_world *world, int kind);
 FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 
-// How records run: at once, in worker threads, or on a device's streams.
+// How ops run: at once, in worker threads, or on a device's streams.
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_THREADS, FSDP_RUN_STREAMS };
 
 /* fsdp_model_world - the world of a model; NULL for NULL
-   fsdp_model_run_mode   - how the model's records run: FSDP_RUN_*
+   fsdp_model_run_mode   - how the model's ops run: FSDP_RUN_*
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run_mode(const fsdp_model *model);
@@ -325,7 +325,7 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
 FSDP_API void *fsdp_fallback_ptr(fsdp_model *model, fsdp_status status);
 
 /* fsdp_update_place - the memory of the shards, and with it what updates them
-   memory      out: FSDP_MEMORY_HOST: the host updates them (`call` of an UPDATE record).
+   memory      out: FSDP_MEMORY_HOST: the host updates them (`call` of an UPDATE op).
                FSDP_MEMORY_DEVICE: the device table does, in the order of the record's stream
    what        name of your call, for the text
    Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot

@@ -1,5 +1,7 @@
 /* core/flight.h - the flight record: a file for each rank that outlives its process
 
+   Callers: world.h (fsdpi_now), mesh.h (fsdpi_flight_end), run.h (fsdpi_now) and 6 other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -108,8 +110,8 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 
 extern int fsdpi_fallocate(int fd, long at, long bytes) __asm__("posix_fallocate");
 
-// When a process of this host began, in ticks after the host, and *state, a letter of
-// /proc/PID/stat. -1: there is no such process.
+// Returns when a process of this host began, in ticks after the host, and sets *state to a letter
+// of /proc/PID/stat. Returns -1 if there is no such process.
 static int64_t fsdpi_process_began(int pid, char *state) {
     char path[40], text[640], letter = 0;
     unsigned long long began = 0;

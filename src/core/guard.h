@@ -1,5 +1,8 @@
 /* core/guard.h - AddressSanitizer: poisons memory that the caller must not touch
 
+   Callers: pool.h (fsdpi_turn), step.h (fsdpi_open_unit), plan/replay.h (fsdpi_open_unit) and 2
+     other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -44,12 +47,12 @@ static inline size_t fsdpi_room(const fsdp_world *w, const fsdp_buf *buf) {
     return fsdpi_can_close(w) ? (size_t)(slot ? FSDPI_SPOTS : 1) * fsdpi_stride(buf) : buf->bytes;
 }
 
-// Close the spare memory of a new buffer, and open all of it before it is freed. The latter returns
-// the first address.
+// Closes the spare memory of a new buffer.
 static inline void fsdpi_close_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (buf->ptr && fsdpi_can_close(w))
         fsdpi_poison(buf->ptr + buf->bytes, fsdpi_room(w, buf) - buf->bytes);
 }
+// Opens all memory of a buffer before it is freed. Returns its first address.
 static inline char *fsdpi_open_room(const fsdp_world *w, const fsdp_buf *buf) {
     if (!fsdpi_can_close(w)) return buf->ptr;
     fsdpi_unpoison(fsdpi_spot(buf, 0), fsdpi_room(w, buf));

@@ -1,5 +1,10 @@
 /* core/host.h - the device table over host memory; the default device of every world
 
+   An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
+   not wait for them.
+   Callers: backends.h (fsdpi_host_ops), clip.h (fsdpi_root), run.h (fsdpi_host_copy) and 1 other
+     file.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -14,9 +19,6 @@
 
 #include <math.h>
 #include <string.h>
-
-// An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
-// not wait for them.
 
 struct fsdp_device {
     fsdp_allocator allocator;
@@ -45,7 +47,7 @@ static void fsdpi_host_free(fsdp_device *device, int kind, void *ptr, size_t siz
     fsdpi_free(&device->allocator, ptr);
 }
 
-// The norm, from the sum of |x|^p, or from the maximum if p is infinite.
+// Returns the norm, given the sum of |x|^p, or the maximum if p is infinite.
 static double fsdpi_root(double sum, double p) {
     return !fsdpi_is_finite(p) ? sum : p == 2 ? sqrt(sum) : pow(sum, 1 / p);
 }
@@ -85,8 +87,8 @@ static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp
 // Arithmetic is precise, as in float.h. Norms are rare, so the code is made small (O2).
 FSDP_PRECISE_BEGIN("O2")
 
-// Sum of |x|^p in f64: eight running sums, joined in a fixed order. So the bits depend on neither
-// alignment nor how the compiler vectorises.
+// Returns the sum of |x|^p in f64: eight running sums, added in a fixed order. So the bits depend
+// neither on alignment nor on how the compiler vectorises.
 static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype, size_t count,
                                               double p) {
     double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}, tmp[FSDPI_BLOCK];
@@ -111,8 +113,8 @@ static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype,
            ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// *most = max(*most, |x|). It compares bits as integers: they have the order of the magnitudes, and
-// NaN is above infinity, so that a NaN stays.
+// Sets *most to max(*most, |x|). Compares bits as integers: they have the order of the magnitudes,
+// and NaN is above infinity, so that a NaN stays.
 static FSDPI_NOINLINE void fsdpi_max_abs(double *most, const void *src, fsdp_dtype dtype,
                                          size_t count) {
     double tmp[FSDPI_BLOCK];

@@ -1,5 +1,8 @@
 /* core/launch.h - rank, size, the job's name and the store's address from a launcher's environment
 
+   State: none; the environment is read at each call.
+   Callers: world.h (fsdpi_world_env_int) and tools/fsdprun.c (fsdpi_add_restarts).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -90,13 +93,13 @@ static const fsdpi_launcher *fsdpi_launcher_knows(const fsdpi_launcher *l, const
     return l;
 }
 
-// The launcher that says how many hosts there are.
+// Returns the launcher whose variables give the number of hosts.
 static const fsdpi_launcher *fsdpi_launcher_of_hosts(void) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
     return fsdpi_launcher_knows(l, l->here, l->hosts);
 }
 
-// A positive number of the environment: a job, a step, or a count of ranks. 0: there is none.
+// Returns the positive number in a variable: a job, a step, or a count of ranks; otherwise 0.
 static uint64_t fsdpi_env_id(const char *name) {
     const char *text = fsdpi_env(name);
     long value = text ? strtol(text, NULL, 10) : 0;
@@ -119,7 +122,7 @@ static void fsdpi_tell_alone(const fsdp_world *w) {
     }
 }
 
-// Rank and size. If neither is set, the world has one rank.
+// Reads rank and size from the environment. If neither is set, the world has one rank.
 static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
     int rank = 0, size = 1, has_rank = fsdpi_env(l->rank) != NULL,
@@ -175,8 +178,8 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (used >= 0 && (size_t)used < cap)
             used += snprintf(out + used, cap - (size_t)used, "%s%s", i ? ":" : "",
                              part ? part : "");
-        // Several jobs may share a host, an allocation of Slurm, and the steps of Slurm's scripts
-        // and shells, which have the highest numbers: these do not tell jobs apart.
+        // Several jobs may share the value of these: a host, an allocation of Slurm, and the steps
+        // of Slurm's scripts and shells, which have the highest numbers.
         parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0 &&
                  strcmp(l->job[i], "SLURM_JOB_ID") != 0 &&
                  (strcmp(l->job[i], "SLURM_STEP_ID") != 0 || fsdpi_env_id(l->job[i]) < 0xFFFFFFF0u);
@@ -195,9 +198,9 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
-/* If fsdprun has named the job and has started another launcher: a variable that this launcher has
-   set, else NULL. Its ranks have fsdprun's name, and under mpirun fsdprun's numbers, too. fsdprun
-   itself unsets these variables for its ranks. */
+// Returns a variable of another launcher that runs below fsdprun, if fsdprun has named the job;
+// otherwise NULL. The ranks of such a launcher have fsdprun's job name, and under mpirun fsdprun's
+// numbers, too. fsdprun itself unsets these variables for its ranks.
 static const char *fsdpi_launcher_within(const char *job) {
     const fsdpi_launcher *l = fsdpi_launchers + 1;
     if (!fsdpi_is_fsdpruns(job)) return NULL;
@@ -298,7 +301,7 @@ static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) 
         text[0] = *list, text[1] = 0;
         if (*list == '[') {
             const int64_t num = fsdpi_slurm_number(&p, 0, text);
-            count /= num; // now: names that the later brackets make
+            count /= num; // number of names that the later brackets make
             (void)fsdpi_slurm_number(&list, k / count % num, text);
         } else {
             list++;

@@ -3,6 +3,8 @@
    State: fsdp_world.meshes and subgroups. A mesh arranges ranks in N dims, row-major. It has one
    communicator per dim, or two if gathers and reductions may run at once.
    Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
+   Callers: programs, model.h (fsdpi_mesh_numel), world.h (fsdpi_split), unit.h
+     (fsdpi_mesh_subgroup) and 1 other file.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -90,8 +92,8 @@ static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
     return stride;
 }
 
-// World ranks of the places that have this rank's coordinates in all other dims, row-major. If this
-// rank is outside the mesh: those of the first place.
+// Writes to out the world ranks of the places that have this rank's coordinates in all other dims,
+// row-major. If this rank is outside the mesh: those of the first place.
 static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
                                int32_t *out) {
     int numel = 1, base = 0;
@@ -109,8 +111,8 @@ static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int n
     }
 }
 
-// World ranks of `size` neighbours along a dim, of which this rank is one. If this rank is outside
-// the mesh: those of the first place.
+// Writes to out the world ranks of `size` neighbours along a dim, of which this rank is one. If
+// this rank is outside the mesh: those of the first place.
 static void fsdpi_mesh_neighbours(const fsdp_mesh *mesh, int dim, int size, int32_t *out) {
     int at = 0;
     for (int d = 0; d < mesh->ndim; d++) {
@@ -173,7 +175,8 @@ FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int
     return size;
 }
 
-// This rank's group of `size` neighbours along a dim, for one stream. The first use makes it.
+// Sets *out to this rank's group of `size` neighbours along a dim, for one stream. The first use
+// makes it.
 static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
                                        const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
@@ -253,7 +256,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 /* -------------------------------------------------------------------------------------------- */
 // Public functions.
 
-// A mesh of the world, made from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
+// Makes a mesh of the world from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
 // groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
@@ -311,7 +314,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
     return fsdp_mesh_create(world, &d, mesh);
 }
 
-// The checks of all functions that make a mesh from a mesh.
+// Makes the checks of all functions that make a mesh from a mesh.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
     if (!mesh || !out) return fsdpi_null(mesh ? mesh->world : NULL, what, "mesh or out");
     *out = NULL;

@@ -1,5 +1,8 @@
 /* core/model.h - a model begins and ends; its world, its mesh, how many units it has
 
+   State: fsdp_world.models.
+   Callers: programs, attach.h (fsdpi_detach) and world.h (fsdpi_model_close).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -15,13 +18,13 @@
 #include "run.h"
 #include "timeline.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
-// Takes an extension out and ends it. None of its records is under way.
+// Takes an extension out and ends it. None of its ops is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
     fsdpi_attached *gone = *at;
     *at = gone->next;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     if (gone->e.destroy) gone->e.destroy(gone->e.user);
     fsdpi_model_free(m, gone);
 }
@@ -104,7 +107,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
     m->number = world->num_models++;
     m->next = world->models;
     world->models = m;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     *model = m;
     return FSDP_OK;
 }

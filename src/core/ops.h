@@ -1,5 +1,8 @@
 /* core/ops.h - makes ops: copies, fills, collectives, waits and markers
 
+   State: none.
+   Callers: clip.h (fsdpi_op), grads.h (fsdpi_op), params.h (fsdpi_emit_use) and 6 other files.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -12,7 +15,7 @@
 #include "../base/macros.h"
 #include "objects.h"
 #include "run.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 

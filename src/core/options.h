@@ -2,6 +2,7 @@
 
    State: fsdpi_options of units, and the options of fsdp_model.
    Source: torch: the setters of FSDPModule.
+   Callers: programs.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -21,7 +22,7 @@
 #include "run.h"
 #include "step.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 // Updates a unit after one of its options, or an option of one of its parameters, has changed.
 static void fsdpi_option_changed(fsdp_unit *u) {

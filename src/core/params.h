@@ -1,5 +1,8 @@
 /* core/params.h - parameters as the caller sees them: views, init, load, full, broadcast
 
+   State: fsdp_model.full_seg, full_copy and full_block, the lists of fsdp_param_full.
+   Callers: programs and extend.h (fsdpi_updates_on_device).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -20,7 +23,7 @@
 #include "template.h"
 #include "step.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <string.h>
 

@@ -24,7 +24,7 @@
 #include "objects.h"
 #include "ops.h"
 #include "run.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -104,7 +104,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status 
     char text[FSDPI_TEXT];
     fsdpi_text t = {text, sizeof text, 0};
     int64_t holds = 0;
-    double unit = 1; // of all numbers
+    double unit = 1; // bytes of the unit in which the text gives numbers
     int k = 0;
     for (int pool = 0; pool < FSDP_POOL_MAX; pool++) holds += m->pool_bytes[pool];
     for (; k < 4 && (double)(holds + bytes) >= 1024 * unit; k++) unit *= 1024;

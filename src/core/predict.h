@@ -90,7 +90,8 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     return copy;
 }
 
-// A device without memory, with the functions that a model calls while no op runs.
+// Allocates no memory. This and the next functions are a device without memory, for the calls that
+// a model makes while no op runs.
 static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
     (void)device, (void)kind, (void)size;
     *ptr = (void *)(uintptr_t)FSDPI_ALIGN; // never read or written
@@ -105,7 +106,7 @@ static fsdp_status fsdpi_none_event(fsdp_device *device, void **native) {
     return FSDP_OK;
 }
 
-// `op` of the extension: takes every op, so that none runs.
+// Takes every op, so that none runs: `op` of the extension.
 static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
     (void)user, (void)model, (void)op;
     return 1;

@@ -2,6 +2,7 @@
 
    Replicas average gradients, not parameters: replicas that start out different stay different.
    Source: torch: _sync_module_states, _verify_param_shape.
+   Callers: params.h (fsdpi_is_replicated) and step.h (fsdpi_replicas_check).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -1,5 +1,8 @@
 /* core/report.h - reports allocated memory, and describes a model as text
 
+   State: none.
+   Callers: programs, predict.h (fsdpi_fill_memory) and world.h (fsdpi_say_mode).
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -91,7 +94,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
                    fsdpi_dtype_group_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
-// The steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".
+// Prints the steps after a backward: "    gradients: chunk_cat in the slot, reduce_scatter to ...".
 static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     static const char *const gathers[] = {"nothing: the full parameters are the shards",
                                           "the shards as they are",

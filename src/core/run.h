@@ -1,5 +1,9 @@
-/* core/run.h - how records run: at once, in worker threads, on a device's streams;
-   fsdpi_emit, the only door to them
+/* core/run.h - how ops run: at once, in worker threads, on a device's streams;
+   fsdpi_emit, which issues every op of a model
+
+   State: a world's workers, and the clocks and device events of its streams; fsdp_model.seq.
+   Callers: extend.h (fsdpi_drain), world.h (fsdpi_worker_start), params.h (fsdpi_transfer) and 17
+     other files.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -18,7 +22,7 @@
 #include "objects.h"
 #include "shard_math.h"
 #include "timeline.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -34,7 +38,7 @@ static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t 
     return kind == FSDP_OP_SEND ? 0 : nbytes;
 }
 
-// A function of the user has failed inside of an op: the world cannot go on.
+// Reports that a function of the user has failed inside an op: the world fails.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(
@@ -43,7 +47,8 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
         fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
 }
 
-// The user's function for a unit's collective in a step; collectives of param_full have none.
+// Returns the user's function for a unit's collective in a step, or NULL. Collectives of param_full
+// have none.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     int which = op->label == FSDP_LABEL_GATHER     ? 0
                 : op->label == FSDP_LABEL_REDUCE   ? 1
@@ -54,7 +59,7 @@ static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     return op->unit->options.custom[which];
 }
 
-// recorded: its entry in the flight record, or NULL.
+// Runs a collective. recorded: its entry in the flight record, or NULL.
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream,
                                         fsdpi_flight_op *recorded) {
     fsdp_coll c; // every field is set here
@@ -77,7 +82,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.unused = op->unused;
     c.stream = stream;
-    // What ranks must agree on, beside kind, dtype and count, which backends compare, too. seq is
+    // What ranks must agree on in addition to kind, dtype and count, which backends compare. seq is
     // not in it, since ranks may have other local ops. What fsdp_agree was given is in it only for
     // the groups of a unit and for clip: other groups may have other optimizers.
     uint64_t factor;
@@ -103,7 +108,8 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;
 }
 
-// What fails stays in the record as an operation that has not ended.
+// Runs a collective, and enters it into the flight record. One that fails stays there as an
+// operation that has not ended.
 static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_op *op,
                                                      void *stream) {
     fsdpi_flight_op *recorded = fsdpi_flight_begin(w, op);
@@ -118,12 +124,12 @@ static FSDPI_NOINLINE fsdp_status fsdpi_run_recorded(fsdp_world *w, const fsdp_o
 // an event is a position in a worker's order. Invariants: ops of one stream run in the order of
 // issue. COMPUTE is the caller's own thread: its earlier work is done.
 
-#define FSDPI_WORKER_OPS 64 // records in flight per worker; issuing one more waits
+#define FSDPI_WORKER_OPS 64 // ops issued ahead per worker; issuing one more waits
 
 struct fsdpi_worker {
     fsdp_world *world;
     pthread_t thread;
-    uint64_t issued;             // records so far, from the caller's thread
+    uint64_t issued;             // ops issued so far, by the caller's thread
     uint32_t head;               // [release, seq_cst] published; low 32 bits of a count
     uint32_t done;               // [release, seq_cst] finished; low 32 bits of a count
     uint32_t asleep;             // [seq_cst] the worker sleeps on head
@@ -133,13 +139,13 @@ struct fsdpi_worker {
     fsdp_op ring[FSDPI_WORKER_OPS];
 };
 
-// Why a call of the device table has failed.
+// Returns the text of a call of the device table that has failed.
 static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     const char *text = w->device_ops->error_text ? w->device_ops->error_text(w->device) : "";
     return *text ? text : fsdp_status_text(status);
 }
 
-// A call of the device table has failed; the world goes on.
+// Reports that a call of the device table has failed. The world continues.
 static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
     return fsdp_fail(w, status, "[E801] the library could not %s on device %s: %s", what,
                      w->device_ops->name, fsdpi_device_text(w, status));
@@ -149,17 +155,18 @@ static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
 
-// Does the library poison memory that the caller must not touch (guard.h)? Not if a device has the
-// memory, or runs records in an order of its own.
+// Returns 1 if the library poisons memory that the caller must not touch (guard.h). It does not if
+// a device has the memory, or runs ops in an order of its own.
 static inline int fsdpi_is_guarded(const fsdp_world *w) {
     return FSDPI_ASAN && fsdpi_is_host(w) && w->mode != FSDP_RUN_STREAMS;
 }
-// Is there memory to poison? The device of a prediction (predict.h) has no memory and no `copy`.
+// Returns 1 if there is memory to poison. The device of a prediction (predict.h) has no memory and
+// no `copy`.
 static inline int fsdpi_can_close(const fsdp_world *w) {
     return fsdpi_is_guarded(w) && w->device_ops->copy != NULL;
 }
 
-// The work of a record has failed: that of a function of the user, or of the device.
+// Reports that the work of an op has failed: a function of the user, or the device.
 static FSDPI_NOINLINE fsdp_status fsdpi_work_failed(fsdp_world *w, const fsdp_op *op,
                                                     fsdp_status status) {
     if (op->kind == FSDP_OP_CALL) return fsdpi_user_fail(w, op, status);
@@ -168,7 +175,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_work_failed(fsdp_world *w, const fsdp_op
                             w->device_ops->name, fsdpi_device_text(w, status));
 }
 
-// Does what a record says. `stream`: native, or NULL.
+// Does the work of an op. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
     fsdp_status status;
@@ -190,8 +197,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     return status ? fsdpi_work_failed(w, op, status) : FSDP_OK;
 }
 
-// The same for a record of which an extension wants the times. On a stream: of which
-// fsdpi_timeline_reach was told.
+// Does the work of an op whose times an extension wants. On a stream the op's entry is the one that
+// fsdpi_timeline_reach has made.
 static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
                                                       void *stream) {
     fsdpi_timed *one = stream && w->timeline ? w->timeline->reached : NULL;
@@ -208,7 +215,7 @@ static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *s
     return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
-// Waits until the worker has finished `seq` records: it spins for a short time, then sleeps.
+// Waits until the worker has finished `seq` ops: it spins for a short time, then sleeps.
 static void fsdpi_worker_wait(fsdpi_worker *worker, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&worker->done) - (uint32_t)seq) >= 0) return;
@@ -275,8 +282,8 @@ static fsdp_status fsdpi_worker_start(fsdp_world *w, int stream) {
     return FSDP_OK;
 }
 
-/* The first record on the stream EXTENSION makes it. On a device it is another stream. With worker
-   threads it is another thread, if collectives of several streams may run at the same time. */
+// Makes the stream EXTENSION at its first op. On a device it is another stream. With worker threads
+// it is another thread, if collectives of several streams may run at the same time.
 static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     const int s = FSDP_STREAM_EXTENSION;
     if (w->mode == FSDP_RUN_STREAMS && !w->streams[s]) {
@@ -303,14 +310,14 @@ static void fsdpi_workers_stop(fsdp_world *w) {
     }
 }
 
-// If the backend knows that the world has failed: its failure.
+// Returns the failure of the world if the backend knows one, otherwise FSDP_OK.
 static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
     fsdp_status status = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
     return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm)) : FSDP_OK;
 }
 
-/* A call of the device table has failed outside of an op. It also fails if a peer has ended and so
-   has stopped a collective: then the backend's text says more. */
+// Reports that a call of the device table has failed outside an op. It also fails if a peer has
+// ended and so has stopped a collective: then the backend's text says more.
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
@@ -322,8 +329,8 @@ static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const ch
 #define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
 #define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // after the world has failed
 
-// The host waits for the fence until the deadline. If the world fails meanwhile, its collectives
-// end, and the host does not wait much longer.
+// Waits on the host for the fence, until the deadline. If the world fails meanwhile, its
+// collectives end, and the host does not wait much longer.
 static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     int64_t start = w->boot.clock.now_ns(w->boot.clock.user), waited = 0;
     int64_t limit = w->boot.timeout_ns + FSDPI_FENCE_GRACE_NS;
@@ -339,9 +346,9 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
     }
 }
 
-/* *event := now, in the order of `stream`. A device event is recorded lazily, when another stream
-   first waits for it. If more work follows at once, that is too late: pass the buffer as `due`, and
-   the event is recorded before that work. Else `due` is NULL. */
+// Sets *event to the current end of `stream`. A device event is recorded lazily, when another
+// stream first waits for it. If more work follows at once, that is too late: pass the buffer as
+// `due`, and the event is recorded before that work. Otherwise `due` is NULL.
 static inline void fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event, const fsdp_buf *due) {
     fsdpi_stream_clock *o = &w->order[stream];
     event->stream = stream;
@@ -362,7 +369,7 @@ static fsdp_status fsdpi_record_event(fsdp_world *w, int stream) {
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }
 
-// A stream waits for a mark of another stream, unless it has done so: for the first point that
+// Makes a stream wait for a mark of another stream, unless it has done so: for the first point that
 // comes after the mark.
 static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *mark) {
     fsdpi_stream_clock *o = &w->order[stream], *other = &w->order[mark->stream];
@@ -379,8 +386,8 @@ static fsdp_status fsdpi_wait_for(fsdp_world *w, int stream, const fsdp_event *m
     return status ? fsdpi_device_fail(w, status, "ordering streams of") : FSDP_OK;
 }
 
-// If a hook that runs in a worker thread makes a call that waits for the worker threads, it would
-// wait for itself: the world fails.
+// Returns 1, and fails the world, if the calling thread is a worker: a hook there that waits for
+// the worker threads would wait for itself.
 static int fsdpi_waits_for_itself(fsdp_world *w) {
     int is_worker = 0;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
@@ -394,7 +401,7 @@ static int fsdpi_waits_for_itself(fsdp_world *w) {
     return is_worker;
 }
 
-// The host waits until everything issued so far on a stream is done.
+// Waits on the host until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (fsdpi_is_child(w) || fsdpi_waits_for_itself(w)) return fsdpi_failed(w);
     if (w->workers[stream]) fsdpi_worker_wait(w->workers[stream], w->workers[stream]->issued);
@@ -411,7 +418,7 @@ static void fsdpi_drain(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
 }
 
-// Runs a record in the order of its stream, after the events in wait[].
+// Runs an op in the order of its stream, after the events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
     if (w->mode == FSDP_RUN_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDP_RUN_STREAMS) {
@@ -435,12 +442,13 @@ static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
         return FSDP_OK;
     }
     fsdpi_worker_await(w, NULL, op);
-    FSDPI_TRY(fsdpi_failed(w)); // one of these records may have failed
+    FSDPI_TRY(fsdpi_failed(w)); // one of these ops may have failed
     return fsdpi_run_op(w, op, NULL);
 }
 
-/* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
-   time); the first write after acquire waits for the last consumer's release. */
+// Derives the waits of an op by three rules. Reading waits for the last write by another stream;
+// writing too (one writer at a time); the first write after acquire waits for the last consumer's
+// release.
 static inline void fsdpi_derive_waits(fsdp_op *op) {
     const fsdp_buf *src = op->src, *dst = op->dst;
     uint8_t num = 0;
@@ -452,7 +460,8 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
     op->num_waits = num;
 }
 
-// Extensions see `seen`, a copy, and may change it. Returns the record that runs, or NULL: none.
+// Shows the op to extensions as `seen`, a copy, which they may change. Returns the op that runs, or
+// NULL: none.
 static FSDPI_NOINLINE fsdp_op *fsdpi_ext_show_op(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
     int32_t size;
     *seen = *op;
@@ -470,15 +479,15 @@ static FSDPI_NOINLINE fsdp_status fsdpi_emit_ordered(fsdp_model *m, fsdp_op *op)
     fsdp_op seen;
     fsdp_op *runs = m->listeners & FSDPI_LISTEN_RECORDS ? fsdpi_ext_show_op(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
-    // Only now, so that a record that an extension has emitted in its place waits for `avail`, too.
+    // Cleared last: an op that an extension emits in place of this one must wait for `avail`, too.
     if (op->dst) op->dst->avail.seq = 0;
-    // GATHER and EXTENSION run ahead: their next record may come before a reader of this one.
+    // GATHER and EXTENSION run ahead: their next op may come before a reader of this one.
     unsigned due = 1u << op->stream & (1u << FSDP_STREAM_GATHER | 1u << FSDP_STREAM_EXTENSION);
     if (!status && op->dst) fsdpi_mark(w, op->stream, &op->dst->ready, due ? op->dst : NULL);
     return status;
 }
 
-// The record is the caller's: it may be one that is issued again and again.
+// Issues an op of a model. The op is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     FSDPI_TRY(fsdpi_failed(m->world));
     op->seq = ++m->seq;
@@ -489,7 +498,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     return fsdpi_emit_ordered(m, op);
 }
 
-// A marker: numbered, counted and shown. It waits for nothing and sets no event.
+// Emits a marker: it is numbered, counted and shown. It waits for nothing and sets no event.
 static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !(m->listeners & FSDPI_LISTEN_OPS)) return status;
@@ -500,7 +509,7 @@ static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     return FSDP_OK;
 }
 
-// Shows a record that belongs to no model to the extensions of all models, and runs it at once. The
+// Shows an op that belongs to no model to the extensions of all models, and runs it at once. The
 // host makes copies itself if it can. `stream`: native, or NULL.
 static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     fsdp_op seen = *op;

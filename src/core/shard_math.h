@@ -4,6 +4,8 @@
    starts at row k*c of the padded tensor: the W shards in order are the padded tensor, and all
    padding is at its end.
    Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
+   Callers: programs, layout.h (fsdpi_align_up), params.h (fsdpi_min), unit.h (fsdpi_numel) and 3
+     other files.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -51,7 +53,7 @@ FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsd
     return FSDP_OK;
 }
 
-// Chunk, sizes and kind of one parameter; offsets follow in fsdp_layout_params.
+// Computes chunk, sizes and kind of one parameter; fsdp_layout_params computes offsets.
 static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_param *p) {
     if (p->ndim < 1 || p->ndim > FSDP_MAX_DIMS || p->shard_dim < 0 || p->shard_dim >= p->ndim)
         return FSDP_ERR_INVALID_ARG;

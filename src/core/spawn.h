@@ -1,5 +1,7 @@
 /* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
+   Callers: programs.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
@@ -149,8 +151,8 @@ static void fsdpi_spawn_kill(const fsdpi_spawn *s, const fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0 && !ranks[k].ended) (void)fsdpi_kill(ranks[k].pid, sig);
 }
 
-// If a rank ended without a report, it was killed or called exit. That is the cause of reports of
-// lost peers.
+// Reports a rank that ended without a report: it was killed or called exit. That is the cause of
+// reports of lost peers.
 static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;

@@ -4,6 +4,8 @@
    changes nothing. An action emits ops and never calls a backend; it does nothing if its goal is
    reached. State: fsdpi_state.training and forwards, and fsdp_model.backward and order.
    Source: torch: FSDPState, FSDPParamGroup.
+   Callers: programs, options.h (fsdpi_param_call), params.h (fsdpi_model_call), attach.h
+     (fsdpi_refuse_in_dry_run) and 8 other files.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -30,7 +32,7 @@
 #include "replicas.h"
 #include "run.h"
 #include "unit.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #include <stdio.h>
 

@@ -15,7 +15,7 @@
 #include "alloc.h"
 #include "flight.h"
 #include "objects.h"
-#include "watch.h"
+#include "ext_dispatch.h"
 
 #define FSDPI_TIMES_MAX  256                   // ops whose times are not reported yet
 #define FSDPI_TIMES_BASE ((int64_t)8000000000) // ns; long times lose digits: then a new base

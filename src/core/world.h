@@ -1,6 +1,7 @@
 /* core/world.h - a world begins and ends; collectives on host data
 
    State: fsdp_world: rank, size, backend, device, streams or worker threads, communicators.
+   Callers: programs and replicas.h (fsdpi_host_op).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

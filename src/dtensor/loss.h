@@ -1,5 +1,9 @@
 /* dtensor/loss.h - the local loops of a cross-entropy whose classes are cut over the ranks
 
+   Source: torch/distributed/tensor/parallel/loss.py. There, a rank without classes fails. Here, it
+   takes part with -infinity and 0.
+   Callers: programs.
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -10,9 +14,6 @@
 #include "spec.h"
 
 #include <math.h>
-
-// Source: torch/distributed/tensor/parallel/loss.py. There, a rank without classes fails. Here, it
-// takes part with -infinity and 0.
 
 // Infinities and NaN must be exact, even if the program is compiled with -Ofast.
 FSDP_PRECISE_BEGIN("O2")

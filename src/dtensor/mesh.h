@@ -1,5 +1,11 @@
 /* dtensor/mesh.h - a mesh of a model: its groups, staging memory and memory of the caller
 
+   Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
+   of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
+   the extensions' stream.
+   State: fsdp_dmesh.
+   Callers: programs, redistribute.h (fsdpi_dt_alloc) and units.h (fsdpi_dt_alloc).
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -12,10 +18,6 @@
 #include "spec.h"
 
 #include <string.h>
-
-// Creates and destroys fsdp_dmesh. All communication is ops of the core on its groups, on pointers
-// of the caller. The caller's stream orders the ops on it; a redistribution's ticket orders ops on
-// the extensions' stream.
 
 enum {
     FSDPI_DT_NAME = 64,
@@ -366,7 +368,7 @@ static fsdp_status fsdpi_dt_all_did(fsdp_world *w, fsdp_status status) {
     return all ? FSDP_OK : fsdpi_dt_other_failed(w);
 }
 
-// Also fails if ranks pass different descs.
+// Returns the status on which all ranks agree. Also fails if ranks pass different descs.
 static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp_status status) {
     int32_t numbers[FSDP_MAX_DIMS + 6];
     memset(numbers, 0, sizeof numbers);

@@ -1,5 +1,11 @@
 /* dtensor/propagate.h - what an operation on distributed tensors needs and gives
 
+   An operation is a list of rows. For one mesh dim, a row gives the placements of the inputs and
+   the resulting placement of the output. Mesh dims are independent of each other. In the first row
+   of each list all tensors are replicated.
+   Callers: programs.
+   Source: torch/distributed/tensor/_ops, _sharding_prop.py.
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -11,11 +17,6 @@
 #include "spec.h"
 
 #include <string.h>
-
-// An operation is a list of rows. For one mesh dim, a row gives the placements of the inputs and
-// the resulting placement of the output. Mesh dims are independent of each other. In the first row
-// of each list all tensors are replicated. Source: torch/distributed/tensor/_ops,
-// _sharding_prop.py.
 
 enum { FSDPI_DT_WHOLE = -1, FSDPI_DT_ADDS = -2 }; // >= 0: cut along this dim
 enum { FSDPI_DT_MASKED = 1, FSDPI_DT_EVEN = 2, FSDPI_DT_MEAN = 4 }; // flags of a row

@@ -1,5 +1,13 @@
 /* dtensor/redistribute.h - a route on data: copies and collectives
 
+   Makes and runs fsdp_redistribution. For each step of the route it has the layout of parts in the
+   collective: a part is contiguous and row-major, at the beginning of its `count` elements; no rank
+   reads the elements after it. So a gather needs no copy before it. It needs no copy after it
+   either if the parts in order are the result: cut along dim 0, or with dims of length 1 before the
+   cut dim.
+   State: fsdp_redistribution.
+   Callers: programs and units.h (fsdpi_dt_bytes_of).
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -14,12 +22,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-/* Makes and runs fsdp_redistribution. For each step of the route it has the layout of parts in
-   the collective: a part is contiguous and row-major, at the beginning of its `count` elements;
-   no rank reads the elements after it. So a gather needs no copy before it. It needs no copy
-   after it either if the parts in order are the result: cut along dim 0, or with dims of length
-   1 before the cut dim. */
 
 static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_size(dtype); }
 

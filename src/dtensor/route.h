@@ -1,5 +1,8 @@
 /* dtensor/route.h - the cheapest way from one spec to another, and PyTorch's greedy one
 
+   Callers: programs, propagate.h (fsdpi_dt_sums), redistribute.h (fsdpi_dt_ceil) and mesh.h
+     (fsdpi_dt_read_links).
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"

@@ -1,5 +1,10 @@
 /* dtensor/spec.h - specs: checks, parts of ranks, strided placements
 
+   Invariant: an accepted spec is normalized: dims >= 0, orders explicit, all other fields 0.
+   Callers: programs, propagate.h (fsdpi_dt_fail), route.h (fsdpi_dt_fail), redistribute.h
+     (fsdpi_dt_numel) and 1 other file.
+   Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -8,9 +13,6 @@
 #define FSDPI_DTENSOR_SPEC_H
 
 #include <string.h>
-
-// Invariant: an accepted spec is normalized: dims >= 0, orders explicit, all other fields 0.
-// Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
 
 // With FSDP_MATH_ONLY there is no world, and a failure has no text.
 #ifdef FSDP_MATH_ONLY

@@ -1,5 +1,12 @@
 /* dtensor/units.h - units whose parameters tensor parallelism cuts or replicates
 
+   From parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit consists of this
+   rank's parts. FSDP shards those, so that the order of cuts is (tp, dp). A replicated unit has the
+   ranks of tp among its replicas, so that the core sums its gradients over them, and norms count it
+   once.
+   State: fsdp_dmesh.units.
+   Callers: programs.
+
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTENSOR_H
 #include "../../fsdp_dtensor.h"
@@ -11,11 +18,6 @@
 #include "redistribute.h"
 
 #include <string.h>
-
-/* From parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit consists of
-   this rank's parts. FSDP shards those, so that the order of cuts is (tp, dp). A replicated unit
-   has the ranks of tp among its replicas, so that the core sums its gradients over them, and
-   norms count it once. */
 
 static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->shape[dm->tp]; }
 static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->coord[dm->tp]; }

@@ -1,5 +1,9 @@
 /* optim/adamw_sgd.h - AdamW and SGD of a model
 
+   The settings of AdamW and SGD, and the scalars of their updates.
+   State: fsdp_adamw and fsdp_sgd.
+   Callers: programs and muon.h (fsdpi_optim_no_groups).
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -11,8 +15,6 @@
 #include "states.h"
 
 #include <string.h>
-
-// The settings of AdamW and SGD, and the scalars of their updates.
 
 typedef struct fsdpi_adamw_opt {
     fsdp_optim base;
@@ -26,7 +28,8 @@ typedef struct fsdpi_sgd_opt {
     fsdp_sgd_hyper hypers;
 } fsdpi_sgd_opt;
 
-// AdamW. A group's scalars are computed again if its t or the step's lr has changed.
+// Fills in an update of AdamW. Computes a group's scalars again if its t or the step's lr has
+// changed.
 static void fsdpi_adamw_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr,
                              fsdp_update *u) {
     fsdpi_adamw_opt *opt = (fsdpi_adamw_opt *)(void *)o;
@@ -108,7 +111,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     return status;
 }
 
-// SGD.
+// Fills in an update of SGD.
 static void fsdpi_sgd_fill(fsdp_optim *o, const fsdpi_optim_span *run, double lr, fsdp_update *u) {
     fsdp_sgd_hyper hypers = ((fsdpi_sgd_opt *)(void *)o)->hypers;
     hypers.lr = lr;

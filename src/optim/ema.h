@@ -1,5 +1,12 @@
 /* optim/ema.h - the average of the weights
 
+   An average is the only state of this optimizer. A parameter's step is 0 if its average does not
+   follow its weights yet, else 1 + the calls of fsdp_ema_update. Invariants: while the average is
+   swapped in, fsdp_lock_params keeps code from writing or moving the shards. Between calls, only
+   held parameters have step 0: their averages begin in the commit after a thaw. An average that a
+   load does not bring begins at the end of the load.
+   Callers: programs.
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -12,12 +19,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// An average is the only state of this optimizer. A parameter's step is 0 if its average does not
-// follow its weights yet, else 1 + the calls of fsdp_ema_update. Invariants: while the average is
-// swapped in, fsdp_lock_params keeps code from writing or moving the shards. Between calls, only
-// held parameters have step 0: their averages begin in the commit after a thaw. An average that a
-// load does not bring begins at the end of the load.
 
 struct fsdp_ema {
     fsdp_optim base;

@@ -1,5 +1,13 @@
 /* optim/kernels.h - the loops over elements: AdamW, SGD, unscaling, averages
 
+   The loops over elements. Invariant: equal inputs give equal bits with any compiler flags. Pragmas
+   make arithmetic precise, but clang -Ofast fuses a product with a sum in spite of its pragma: so
+   one loop stores the products of a block, and another one adds them. Blocks stay in the
+   first-level cache.
+   Callers: programs, updates.h (fsdpi_unscale), adamw_sgd.h (fsdpi_sgd_prepare) and muon.h
+     (fsdpi_muon_prepare).
+   Source: torch.optim, single-tensor functions.
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -18,12 +26,7 @@
 #define FSDPI_OPTIM_NOINLINE
 #endif
 
-// The loops over elements. Invariant: equal inputs give equal bits with any compiler flags. Pragmas
-// make arithmetic precise, but clang -Ofast fuses a product with a sum in spite of its pragma: so
-// one loop stores the products of a block, and another one adds them. Blocks stay in the
-// first-level cache. Source: torch.optim, single-tensor functions.
-
-#define FSDPI_OPTIM_BLOCK 512 // elements
+#define FSDPI_OPTIM_BLOCK 512 // elements of a block
 
 // The source of random bits for stochastic rounding; see fsdp_update.
 typedef struct fsdpi_rounding {

@@ -1,5 +1,8 @@
 /* optim/muon.h - Muon: its buffers, the ops of a step, creation and end
 
+   State: fsdp_muon.
+   Callers: programs.
+
    A part of fsdp_muon.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_MUON_H
 #include "../../fsdp_muon.h"

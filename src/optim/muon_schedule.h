@@ -1,5 +1,11 @@
 /* optim/muon_schedule.h - Muon's schedule: the owner of each matrix, and buckets of matrices
 
+   Owners of matrices, and buckets of matrices that share one collective. Invariants: they depend
+   only on the model and the desc, so that all ranks have equal ones; they fit the optimizer's table
+   `laid`. A part contains one rank's rows of all matrices of one owner, each in space for the
+   largest shard, so that offsets in a part are equal on all ranks.
+   Callers: muon.h (fsdpi_muon_group).
+
    A part of fsdp_muon.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_MUON_H
 #include "../../fsdp_muon.h"
@@ -10,11 +16,6 @@
 #include "states.h"
 
 #include <string.h>
-
-// Owners of matrices, and buckets of matrices that share one collective.
-// Invariants: they depend only on the model and the desc, so that all ranks have equal ones; they
-// fit the optimizer's table `laid`. A part contains one rank's rows of all matrices of one owner,
-// each in space for the largest shard, so that offsets in a part are equal on all ranks.
 
 typedef struct fsdpi_muon_matrix {
     int32_t param, ordinal;      // index in the optimizer's table; ordinal in the model

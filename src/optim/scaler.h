@@ -1,5 +1,10 @@
 /* optim/scaler.h - the gradient scaler
 
+   The scale, and its state within a step. Invariants: all ranks have equal states; the scale and
+   its reciprocal are normal f32 numbers.
+   State: fsdp_grad_scaler.
+   Callers: programs.
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -15,9 +20,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-
-// The scale, and its state within a step. Invariants: all ranks have equal states; the scale and
-// its reciprocal are normal f32 numbers.
 
 struct fsdp_grad_scaler {
     fsdp_model *model;

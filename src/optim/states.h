@@ -1,5 +1,12 @@
 /* optim/states.h - the states of an optimizer, and which elements a step updates
 
+   An optimizer's memory, and the elements that a step updates. Invariants: the table is in address
+   order, and states lie in table order without padding. If the shards of two neighbours touch,
+   their gradients and states touch as well, so one run covers both. Table and states fit the
+   model's layout unless `moved` is set.
+   Callers: ema.h (fsdpi_optim_null), muon.h (fsdpi_optim_null), adamw_sgd.h (fsdpi_optim_null) and
+     2 other files.
+
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
 #include "../../fsdp_optim.h"
@@ -14,11 +21,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
-
-// An optimizer's memory, and the elements that a step updates. Invariants: the table is in address
-// order, and states lie in table order without padding. If the shards of two neighbours touch,
-// their gradients and states touch as well, so one run covers both. Table and states fit the
-// model's layout unless `moved` is set.
 
 typedef struct fsdpi_optim_param {
     fsdp_unit *unit;

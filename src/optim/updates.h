@@ -1,4 +1,9 @@
-/* optim/updates.h - updates as records, which the loops or a device make
+/* optim/updates.h - updates as ops, which the loops or a device make
+
+   Updates as ops. Invariant: an op contains all that an update needs, so that the loops in
+   kernels.h and a device compute the same.
+   Callers: states.h (fsdpi_optim_host_bytes), muon.h (fsdpi_optim_host_bytes), ema.h
+     (fsdpi_optim_emit) and 1 other file.
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H
@@ -10,9 +15,6 @@
 #include "kernels.h"
 
 #include <string.h>
-
-// Updates as ops. Invariant: an op contains all that an update needs, so that the loops in
-// kernels.h and a device compute the same.
 
 // Runs one update with the loops. An fsdp_update has the kernels' scalars in their order.
 static void fsdpi_optim_host_update(const fsdp_update *u) {

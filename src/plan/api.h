@@ -1,5 +1,10 @@
 /* plan/api.h - steps recorded, replayed and left; the public functions
 
+   fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
+   variant, it replays calls from it while they are those of the program.
+   State: fsdp_plan.mode, and the position in the program or in the tape.
+   Callers: programs.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -21,9 +26,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// fsdp_plan. A step begins with the first call after a finalize. If the plan has a tape for its
-// variant, it replays calls from it while they are those of the program.
 
 static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const fsdp_unit *unit,
                            int call) {
@@ -328,7 +330,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     return unit ? 0 : fsdpi_plan_finalize(p, status);
 }
 
-// `call` of the extension.
+// Answers a call from the tape, if it is the program's next one: `call` of the extension.
 static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                              fsdp_status *status) {
     fsdp_plan *p = (fsdp_plan *)user;

@@ -1,5 +1,9 @@
 /* plan/join.h - collectives of several units become one
 
+   Turns the ops of a dry run into the ops of a tape. A unit's other ops are unchanged: first the
+   copies of all units, then one collective over all their lists, and so on.
+   Callers: make.h (fsdpi_plan_arrange).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -14,9 +18,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Turns the ops of a dry run into the ops of a tape. A unit's other ops are unchanged: first the
-// copies of all units, then one collective over all their lists, and so on.
 
 typedef struct fsdpi_plan_range {
     int32_t begin, end; // indices of ops in the dry run
@@ -229,7 +230,7 @@ static void fsdpi_plan_make_adjacent(fsdpi_plan_tape *t) {
         const fsdpi_plan_member *member = &t->members[t->groups[g].members];
         if (t->ops[t->groups[g].op].kind != FSDP_OP_ALL_REDUCE) continue;
         for (int i = 0; i + 1 < t->groups[g].num_members; i++) {
-            t->uses[member[i].dst].glue = member[i + 1].dst;
+            t->uses[member[i].dst].next_adjacent = member[i + 1].dst;
             t->uses[member[i + 1].dst].is_adjacent = 1;
         }
     }

@@ -1,5 +1,9 @@
 /* plan/listing.h - what a tape does, in text that is the same on every rank
 
+   Makes and destroys fsdpi_plan_listing.
+   Callers: make.h (fsdpi_plan_count_ops), simulate.h (fsdpi_plan_listing_end), prove.h
+     (fsdpi_plan_events) and 1 other file.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -14,8 +18,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Makes and destroys fsdpi_plan_listing.
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
@@ -94,7 +96,7 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
-// Returns the number of entries in a table of events: one per slot, per block, and per older slot
+// Returns the number of entries in a table of events: one per slot, per block, and per carried-over slot
 // of each unit.
 static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
     return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
@@ -109,7 +111,7 @@ static int fsdpi_plan_event_of(const fsdpi_plan_listing *l, int unit, int place)
 }
 
 // Returns the place of a buffer that is not the tape's: a block of the model, host memory, or an
-// older slot.
+// carried-over slot.
 static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;

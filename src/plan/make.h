@@ -1,5 +1,10 @@
 /* plan/make.h - from a recorded step to a plan that every rank has
 
+   Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
+   idle. A rank that has failed still takes part in each agreement, since the others wait for it.
+   State: the variants of fsdp_plan, and its arena.
+   Callers: api.h (fsdpi_plan_drop_all).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -21,9 +26,6 @@
 
 #include <stdio.h>
 #include <string.h>
-
-// Makes fsdpi_plan_variant, in fsdp_finalize_backward of the recorded step, while every unit is
-// idle. A rank that has failed still takes part in each agreement, since the others wait for it.
 
 static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
@@ -76,7 +78,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_variant *k, int lastin
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
         const fsdpi_plan_slot *slot = &k->listing.slots[i];
         if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
-        if (slot->older) k->bufs[i] = NULL; // not the plan's
+        if (slot->carried_over) k->bufs[i] = NULL; // not the plan's
         else if (!k->bufs[i]->held) fsdp_buf_destroy(p->model, k->bufs[i]);
         else p->retired_bufs[p->num_retired_bufs++] = k->bufs[i];
         k->bufs[i] = NULL;
@@ -107,7 +109,7 @@ static fsdp_buf *fsdpi_plan_begins_with(const fsdpi_plan_variant *k, int i) {
 
 static int fsdpi_plan_variant_has(const fsdpi_plan_variant *k, const fsdp_buf *buf) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
-        if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
+        if (k->bufs[i] == buf && !k->listing.slots[i].carried_over) return 1;
     return 0;
 }
 
@@ -266,7 +268,7 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_variant *k) {
     for (int i = 0; i < l->num_slots && !status; i++) {
         const fsdpi_plan_slot *slot = &l->slots[i];
         if (k->bufs[i]) continue;
-        for (int u = 0; u < old.num_uses && slot->older; u++)
+        for (int u = 0; u < old.num_uses && slot->carried_over; u++)
             if (old.uses[u].slot == i)
                 k->bufs[i] = fsdpi_plan_carried_slot(&old, p->units[old.uses[u].unit],
                                                      &old.uses[u]);
@@ -411,7 +413,8 @@ static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsd
                               "steps run eagerly");
 }
 
-// Also fails if `hash` is not 0 and differs between ranks.
+// Returns the status on which all ranks agree. Also fails if `hash` is not 0 and differs between
+// ranks.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, fsdp_status status,
                                     uint64_t hash) {
     int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};

@@ -1,5 +1,11 @@
 /* plan/passes.h - decisions: what is gathered together, kept, gathered ahead, reduced together
 
+   The passes, which make fsdpi_plan_decisions. A pass is a function of the eager step; no pass
+   reads a clock. A span is the time in which a unit needs its parameters: from the pre_* call that
+   gathers eagerly to the call that frees eagerly. An item is gathered in one collective: a unit, or
+   several that are always used one after the other.
+   Callers: make.h (fsdpi_plan_find_spans).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -12,11 +18,6 @@
 #include "tape.h"
 
 #include <string.h>
-
-// The passes, which make fsdpi_plan_decisions. A pass is a function of the eager step; no pass
-// reads a clock. A span is the time in which a unit needs its parameters: from the pre_* call that
-// gathers eagerly to the call that frees eagerly. An item is gathered in one collective: a unit, or
-// several that are always used one after the other.
 
 typedef struct fsdpi_plan_span {
     int32_t owner;      // unit, or item
@@ -190,7 +191,7 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
 // Returns 1 if every span of one unit directly precedes or follows one of the other, and is never
 // inside it.
 static int fsdpi_plan_are_neighbours(const fsdpi_plan_facts *f, int a, int b) {
-    int pairs = 0, ended = -1; // last call of earlier pairs
+    int pairs = 0, ended = -1; // ended: the last call of the pair of spans before
     for (int i = 0; i < f->num_spans; i++) {
         const fsdpi_plan_span *span = &f->spans[i];
         if (span->owner != a && span->owner != b) continue;
@@ -383,8 +384,8 @@ static fsdp_status fsdpi_plan_free_acts(fsdp_plan *p, const fsdpi_plan_facts *f,
     return status;
 }
 
-/* The pass `bucket` for reductions. It buckets consecutive units that each have one
-   post_backward and no later call. Their reductions wait for that of the last unit. */
+// Buckets consecutive units that each have one post_backward and no later call: the pass `bucket`
+// for reductions. Their reductions wait for that of the last unit.
 static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_plan_facts *f,
                                                      fsdpi_plan_decisions *c) {
     int32_t *bucket = f->order, num = 0, first_bucket = 1;
@@ -420,7 +421,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
     return status;
 }
 
-// The pass `once`: only the last post_backward of a unit reduces; earlier ones accumulate.
+// Lets only the last post_backward of a unit reduce; earlier ones accumulate: the pass `once`.
 static fsdp_status fsdpi_plan_pass_once(fsdp_plan *p, const fsdpi_plan_facts *f,
                                         fsdpi_plan_decisions *c) {
     fsdp_status status = FSDP_OK;

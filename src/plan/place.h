@@ -1,5 +1,9 @@
 /* plan/place.h - where slots lie
 
+   Assigns slots (fsdpi_plan_slot) to uses. Uses that never overlap in time may share memory. A use
+   that is held at the end of the step has memory of its own, which outlasts the step.
+   Callers: make.h (fsdpi_plan_place) and api.h (fsdpi_plan_place).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -11,9 +15,6 @@
 #include "objects.h"
 
 #include <string.h>
-
-// Assigns slots (fsdpi_plan_slot) to uses. Uses that never overlap in time may share memory. A use
-// that is held at the end of the step has memory of its own, which outlasts the step.
 
 // A run of adjacent uses counts as one piece, from the first to the last of them.
 typedef struct fsdpi_plan_piece {
@@ -32,7 +33,7 @@ typedef struct fsdpi_plan_places {
 
 static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) {
     fsdpi_plan_piece piece = {head, t->uses[head].from, t->uses[head].to, 0, -1};
-    for (int i = head; i >= 0; i = t->uses[i].glue) {
+    for (int i = head; i >= 0; i = t->uses[i].next_adjacent) {
         if (t->uses[i].from < piece.from) piece.from = t->uses[i].from;
         if (t->uses[i].to > piece.to) piece.to = t->uses[i].to;
         piece.bytes += t->uses[i].bytes;
@@ -216,7 +217,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
             if (!status)
-                l->slots[t->uses[i].slot].older =
+                l->slots[t->uses[i].slot].carried_over =
                     fsdpi_plan_carried_slot(t, p->units[t->uses[i].unit], &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
@@ -240,7 +241,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
     }
     for (int i = 0; i < pl.num && !status; i++) {
         int64_t at = pl.pieces[i].offset;
-        for (int u = pl.pieces[i].head; u >= 0 && !status; u = t->uses[u].glue) {
+        for (int u = pl.pieces[i].head; u >= 0 && !status; u = t->uses[u].next_adjacent) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[u], at);
             at += t->uses[u].bytes;
         }

@@ -1,5 +1,7 @@
 /* plan/prove.h - the proof that a plan may run
 
+   Callers: programs and make.h (fsdpi_plan_prove_one).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"

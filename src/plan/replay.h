@@ -1,4 +1,6 @@
-/* plan/replay.h - records emitted again, and reductions that have waited
+/* plan/replay.h - ops emitted again, and reductions that have waited
+
+   Callers: api.h (fsdpi_plan_reduce_waiting) and tape.h (fsdpi_plan_reduce_waiting).
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

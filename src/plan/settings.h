@@ -1,5 +1,7 @@
 /* plan/settings.h - the options of a model as numbers: are they the same as before?
 
+   Callers: api.h (fsdpi_plan_settings).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"

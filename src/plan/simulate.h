@@ -1,5 +1,7 @@
 /* plan/simulate.h - the time of a step under given costs
 
+   Callers: api.h (fsdpi_plan_time) and make.h (fsdpi_plan_time_kind).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"

@@ -1,5 +1,9 @@
 /* plan/snapshot.h - what a step changes, saved and restored: dry runs, states of units
 
+   The list of all that a step changes, and options. One walk measures, saves and restores, so that
+   the three cannot differ. It does not contain gathered parameters, gradients and shards.
+   Callers: tape.h (fsdpi_plan_save_unit) and api.h (fsdpi_plan_restore_unit).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -17,13 +21,10 @@
 #include "../core/grad_path.h"
 #include "../core/run.h"
 #include "../core/step.h"
-#include "../core/watch.h"
+#include "../core/ext_dispatch.h"
 #include "objects.h"
 
 #include <string.h>
-
-// The list of all that a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. It does not contain gathered parameters, gradients and shards.
 
 enum { FSDPI_SAVE, FSDPI_RESTORE };
 
@@ -132,13 +133,13 @@ static fsdp_status fsdpi_plan_dry_run(fsdp_model *m, const fsdp_extension *exten
     m->attached = &only;
     m->offered_to = NULL;
     m->dry_run++;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     fsdp_status status = run(user);
     fsdpi_model_load(m, saved, size);
     m->attached = others;
     m->offered_to = asked;
     m->dry_run--;
-    fsdpi_watch(m);
+    fsdpi_update_listeners(m);
     fsdpi_model_free(m, saved);
     return status ? status : fsdpi_failed(m->world);
 }

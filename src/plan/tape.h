@@ -1,5 +1,11 @@
 /* plan/tape.h - dry runs: from a program and decisions to ops and states
 
+   Makes fsdpi_plan_tape. A dry run of the program goes through the core's own rows. The decisions
+   of the plan are executed there by public calls. So a program could reach every state of a replay
+   itself, and can leave the plan at any call.
+   Callers: join.h (fsdpi_plan_add_op), make.h (fsdpi_plan_tape_free), api.h (fsdpi_plan_tape_free)
+     and 2 other files.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -15,10 +21,6 @@
 #include "snapshot.h"
 
 #include <string.h>
-
-// Makes fsdpi_plan_tape. A dry run of the program goes through the core's own rows. The decisions
-// of the plan are executed there by public calls. So a program could reach every state of a replay
-// itself, and can leave the plan at any call.
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
@@ -118,7 +120,7 @@ static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
     return i;
 }
 
-// `buffer` in the dry run: returns a slot for each use, in the order of acquiring.
+// Returns a slot for each use, in the order of acquiring: `buffer` in the dry run.
 static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                                        fsdp_buf *released) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
@@ -131,7 +133,7 @@ static fsdp_buf *fsdpi_plan_lower_slot(void *user, fsdp_model *model, fsdp_unit 
     use.unit = fsdpi_plan_index(unit);
     use.pool = pool;
     use.bytes = fsdpi_plan_slot_bytes(unit, pool);
-    use.slot = use.glue = -1;
+    use.slot = use.next_adjacent = -1;
     fsdp_status status = fsdpi_plan_grow(model, (void **)&t->uses, n, &t->cap_uses, sizeof use);
     if (!status)
         status = fsdpi_plan_grow(model, (void **)&t->bufs, n, &t->cap_bufs, sizeof *t->bufs);
@@ -157,7 +159,7 @@ static uint8_t fsdpi_plan_outline(const fsdp_unit *unit) {
     return (uint8_t)(1 + state * FSDP_STORAGE_COUNT + storage);
 }
 
-// `op` in the dry run: notes an op.
+// Notes an op: `op` in the dry run.
 static int fsdpi_plan_lower_op(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_lowering *s = (fsdpi_plan_lowering *)user;
     int unit = s->own >= 0 && op->unit == s->kind->calls[s->own].unit ? -1 // it is called

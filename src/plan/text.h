@@ -1,5 +1,9 @@
 /* plan/text.h - a plan as text
 
+   Prints the format that docs/plan.md describes: one statement per line, fields with one blank
+   between them. All ranks print equal text.
+   Callers: programs, make.h (fsdpi_plan_call_hash) and prove.h (fsdpi_plan_put).
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"
@@ -14,9 +18,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-
-// Prints the format that docs/plan.md describes: one statement per line, fields with one blank
-// between them. All ranks print equal text.
 
 // The destination of text: a buffer as far as it fits, a hash, or both.
 typedef struct fsdpi_plan_out {

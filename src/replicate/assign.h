@@ -1,5 +1,7 @@
 /* replicate/assign.h - the assignment of tensors to buckets
 
+   Callers: programs.
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"

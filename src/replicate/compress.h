@@ -1,5 +1,10 @@
 /* replicate/compress.h - gradients sent as bf16, summed in f32
 
+   The ops in place of a reduce-scatter, their lists and memory. Invariant: all are on the stream of
+   the reduce-scatter, so that one buffer is enough. It contains the f32 sums, the received parts,
+   and the parts to send.
+   Callers: programs.
+
    A part of fsdp_compress.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_COMPRESS_H
 #include "../../fsdp_compress.h"
@@ -8,10 +13,6 @@
 #define FSDPI_REPLICATE_COMPRESS_H
 
 #include <string.h>
-
-// The ops in place of a reduce-scatter, their lists and memory. Invariant: all are on the stream of
-// the reduce-scatter, so that one buffer is enough. It contains the f32 sums, the received parts,
-// and the parts to send.
 
 // Lists for the copies of one list of segments. Made once, since outstanding ops read them.
 typedef struct fsdpi_compress_lists {

@@ -1,5 +1,8 @@
 /* replicate/create.h - creation
 
+   State: fsdp_replicate, which fsdp_replicate_create fills in.
+   Callers: programs.
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"

@@ -1,15 +1,17 @@
 /* replicate/objects.h - the object of a replicated model
 
+   State: which gradients of this backward are ready, and which buckets are being reduced. Units
+   have all other state. Invariants: buckets are reduced in the order of their index; a call in a
+   wrong order changes nothing.
+   Callers: step.h (fsdpi_rep_null), create.h (fsdpi_rep_null), unused.h (fsdpi_rep_view) and 1
+     other file.
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"
 #endif
 #ifndef FSDPI_REPLICATE_OBJECTS_H
 #define FSDPI_REPLICATE_OBJECTS_H
-
-// State: which gradients of this backward are ready, and which buckets are being reduced. Units
-// have all other state. Invariants: buckets are reduced in the order of their index; a call in a
-// wrong order changes nothing.
 
 typedef struct fsdpi_rep_unit {
     fsdp_replicate *rep;
@@ -18,8 +20,8 @@ typedef struct fsdpi_rep_unit {
     int64_t nbytes;
     int32_t num_members, pending, open; // in this backward: members not ready; 1: writable
     int32_t has_hooks;                  // 1: a trainable member has a post-accumulate hook
-    int32_t due;                        // 1: a backward has ended, its use is not settled
-    int32_t sends;                      // 1: its use must be sent with its reduction
+    int32_t due;                        // 1: a backward has ended, and its use is not compared yet
+    int32_t sends;                      // 1: the used parameters are sent with its reduction
     fsdp_block part;                    // range in the use of all parameters, in bytes
     fsdp_replicate_bucket shown;        // passed to hooks
 } fsdpi_rep_unit;

@@ -1,5 +1,8 @@
 /* replicate/step.h - the calls of a step
 
+   State: fsdp_replicate.next, the next bucket to reduce, and which gradients are ready.
+   Callers: programs and api.h (fsdpi_rep_check).
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"
@@ -84,7 +87,7 @@ static void *fsdpi_rep_undefined(fsdp_replicate *rep, fsdp_status status) {
     return rep ? fsdp_fallback_ptr(rep->model, fsdpi_rep_keep(rep, status)) : NULL;
 }
 
-// The getters. dtype KEEP: any.
+// Returns the data of a parameter, for all getters. dtype KEEP: any.
 static void *fsdpi_rep_data(fsdp_replicate *rep, int param, fsdp_dtype dtype) {
     fsdp_status status = fsdpi_rep_check(rep, "replicate_data", param, 1, 0);
     if (status) return fsdpi_rep_undefined(rep, status);

@@ -1,5 +1,14 @@
 /* replicate/unused.h - unused parameters, found among the replicas
 
+   Finds which parameters were used. A reduced bucket has gradients of all its trainable parameters,
+   zeros where no rank wrote. While the reductions run, the replicas find the maximum of their use,
+   and after finalize the gradients that no rank wrote are dropped. A rank that used all parameters
+   knows the result. With post-accumulate hooks that is too late: such a bucket finds the use before
+   its reduction, and leaves unused parameters out.
+   State: the map of used parameters, and the ops in progress that compare it.
+   Callers: create.h (fsdpi_rep_destroy) and step.h (fsdpi_rep_find_hooks).
+   Source: torch: Reducer.all_reduce_local_used_map, finalize_bucket_dense.
+
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
 #include "../../fsdp_replicate.h"
@@ -8,13 +17,6 @@
 #define FSDPI_REPLICATE_UNUSED_H
 
 #include "objects.h"
-
-// Finds which parameters were used. A reduced bucket has gradients of all its trainable parameters,
-// zeros where no rank wrote. While the reductions run, the replicas find the maximum of their use,
-// and after finalize the gradients that no rank wrote are dropped. A rank that used all parameters
-// knows the result. With post-accumulate hooks that is too late: such a bucket finds the use before
-// its reduction, and leaves unused parameters out.
-// Source: torch: Reducer.all_reduce_local_used_map, finalize_bucket_dense.
 
 // Makes an op. Ranks compare states of ops, and may come here after different calls.
 static fsdp_op fsdpi_rep_op(const fsdp_replicate *rep, int kind, int stream) {

@@ -1,5 +1,9 @@
 /* safetensors/box.h - boxes: an interval of each dim of a tensor
 
+   Copies between boxes.
+   Callers: programs.
+   Source: torch/distributed/checkpoint/resharding.py.
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"
@@ -8,8 +12,6 @@
 #define FSDPI_SAFETENSORS_BOX_H
 
 #include <string.h>
-
-// Copies between boxes. Source: torch/distributed/checkpoint/resharding.py.
 
 #define FSDPI_ST_MOST ((int64_t)1 << 62) // sizes, places, elements
 

@@ -1,4 +1,7 @@
-/* safetensors/crc.h - CRC-32C
+/* safetensors/crc.h - CRC-32C, of bytes in pieces, and of the two halves of a whole
+
+   Callers: programs and read.h (fsdpi_st_little_endian).
+   Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
 
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
@@ -8,8 +11,6 @@
 #define FSDPI_SAFETENSORS_CRC_H
 
 #include <string.h>
-
-// CRC-32C. Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
 
 // Entry i of a table is the XOR of the entries of its bits: 8 numbers define a table.
 #define FSDPI_CRC_1(i, a, b, c, d, e, f, g, h)                                                     \
@@ -118,8 +119,9 @@ static uint32_t fsdpi_crc_behind_lane(uint32_t crc) {
     for (int i = 0; i < 32; i++) moved ^= fsdpi_crc_lane[i] & (0u - (crc >> i & 1));
     return moved;
 }
-// Each instruction needs the result of the one before it, and a core can run three at once. So
-// three lanes of bytes, adjacent in memory, are read in parallel.
+// Computes a CRC with the processor's instruction. Each instruction needs the result of the one
+// before it, and a core can run three at once. So three lanes of bytes, adjacent in memory, are
+// read in parallel.
 FSDPI_CRC_TARGET static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const unsigned char *p,
                                                           int64_t n) {
     for (; n >= 3 * FSDPI_CRC_LANE; n -= 3 * FSDPI_CRC_LANE, p += 3 * FSDPI_CRC_LANE) {

@@ -1,5 +1,9 @@
 /* safetensors/json.h - a reader of JSON that neither recurses nor allocates
 
+   Reads JSON: spaces, strings, integers, members, and values to skip. A function returns 1, or 0
+   after a failure, whose text it has written. No function recurses.
+   Callers: read.h (fsdpi_st_fail) and checkpoint/manifest.h (fsdpi_st_expected).
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"
@@ -11,9 +15,6 @@
 #include "format.h"
 
 #include <string.h>
-
-// Reads JSON: spaces, strings, integers, members, and values to skip. A function returns 1, or 0
-// after a failure, whose text it has written. No function recurses.
 
 typedef struct fsdpi_st_string { // its position in the text, between quotes
     int64_t begin, end, bytes;   // bytes: length once decoded

@@ -1,5 +1,7 @@
 /* safetensors/read.h - reading headers
 
+   Callers: programs and write.h (fsdpi_st_sort).
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"
@@ -74,7 +76,8 @@ static int fsdpi_st_by_name(const fsdp_safetensors_entry *a, const fsdp_safetens
     return strcmp(a->name, b->name) < 0;
 }
 
-// At one offset, an empty entry comes first; otherwise the order of the header counts.
+// Returns 1 if a comes before b. At one offset an empty entry comes first; otherwise the order of
+// the header counts.
 static int fsdpi_st_by_place(const fsdp_safetensors_entry *a, const fsdp_safetensors_entry *b) {
     if (a->begin != b->begin) return a->begin < b->begin;
     return a->end != b->end ? a->end < b->end : a->name < b->name;

@@ -1,5 +1,9 @@
 /* safetensors/write.h - writing headers
 
+   Prints headers.
+   Callers: programs, checkpoint/export.h (fsdpi_st_escape) and checkpoint/table.h
+     (fsdpi_st_is_text).
+
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H
 #include "../../fsdp_safetensors.h"
@@ -12,8 +16,6 @@
 #include "read.h"
 
 #include <string.h>
-
-// Prints headers.
 
 static int fsdpi_st_escape(char c, char *out) {
     static const char meant[] = "\"\\\b\f\n\r\t", letters[] = "\"\\bfnrt";

@@ -1,5 +1,8 @@
 /* trace/breakdown.h - where the time of a step went, who came last, what held memory
 
+   Callers: programs, tools/fsdptrace.c (fsdpi_why_say), tools/fsdptrace_helps.h (fsdpi_why_say) and
+     tools/fsdptrace_json.h (fsdpi_why_unit).
+
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H
 #include "../../fsdp_trace.h"

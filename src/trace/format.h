@@ -1,5 +1,7 @@
 /* trace/format.h - what a trace file has
 
+   Callers: read.h (fsdpi_tr_sum) and record.h (fsdpi_tr_sum).
+
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H
 #include "../../fsdp_trace.h"

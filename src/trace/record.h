@@ -1,5 +1,11 @@
 /* trace/record.h - the recorder: records of some steps in memory, then in a file
 
+   An extension of the model, and its memory, which is allocated at the start. Worker threads call
+   fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
+   only the caller's thread extends. Only the caller's thread uses the other state.
+   State: fsdp_trace.
+   Callers: programs.
+
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H
 #include "../../fsdp_trace.h"
@@ -16,14 +22,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// An extension of the model, and its memory, which is allocated at the start. Worker threads call
-// fsdpi_tr_ran: they take the next entry by an atomic addition, and look names up in a table that
-// only the caller's thread extends. Only the caller's thread uses the other state.
-
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
-#define FSDPI_TR_COLD __attribute__((cold)) // it is small: every program has it
+#define FSDPI_TR_COLD __attribute__((cold)) // small code, since every program has it
 
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_KEEPERS = 8 };
 
@@ -710,7 +712,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
         status = fsdp_fail(w, (fsdp_status)worst, "[E9009] trace_start: another rank has failed");
     if (!status && trace) *trace = t;
     if (!status || !t) return status;
-    t->is_done = 1; // it has not begun
+    t->is_done = 1; // no file is written
     if (is_attached) (void)fsdp_detach(model, &t->extension);
     else fsdpi_tr_destroy(t);
     return status;

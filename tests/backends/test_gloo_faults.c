@@ -452,9 +452,9 @@ static uint64_t sent_by(int host, const char *device) {
     return bytes;
 }
 
-/* Two hosts with two ranks each. The bytes on the network are those of docs/cluster.md. A gather or
-   scatter of S bytes, of which half are on the other host, costs each rank S / 4 for each of the
-   two ranks there, so 2 S in all; an all_reduce costs twice that. A broadcast costs 1.5 S: each of
+/* Two hosts with two ranks each. The bytes on the network are those of backends/fsdp_gloo.h. A
+   gather or scatter of S bytes, of which half are on the other host, costs each rank S / 4 for each
+   of the two ranks there, so 2 S in all; an all_reduce costs twice that. A broadcast costs 1.5 S: each of
    the two ranks without the data receives three quarters, and reads the rest from its neighbour.
    Within a host nothing is sent. */
 static void two_to_a_host(job *j, int rank) {

@@ -504,7 +504,8 @@ static void check_places(const fsdpi_plan_tape *t, const fsdpi_plan_listing *l, 
         if (at < 0) lasting += a->bytes;
         CHECK((at < 0) == (a->to >= t->num_ops));
         CHECK(at % 64 == 0 || at < 0);
-        if (a->glue >= 0) CHECK_EQ_INT(offset_of(l, &t->uses[a->glue]), at + a->bytes);
+        if (a->next_adjacent >= 0)
+            CHECK_EQ_INT(offset_of(l, &t->uses[a->next_adjacent]), at + a->bytes);
         int64_t now = 0;
         for (int k = 0; k < t->num_uses; k++) {
             const fsdpi_plan_use *b = &t->uses[k];
@@ -545,7 +546,7 @@ static void random_uses(fsdpi_plan_tape *t, uint64_t *seed, int glues) {
         fsdpi_plan_use *use = &t->uses[i];
         use->pool = FSDP_POOL_GATHER + lab_pick(seed, 3);
         use->bytes = 64 * (1 + lab_pick(seed, 6));
-        use->slot = use->glue = -1;
+        use->slot = use->next_adjacent = -1;
         use->from = ops++;
         use->to = use->from + 1 + lab_pick(seed, 12);
     }
@@ -558,7 +559,7 @@ static void random_uses(fsdpi_plan_tape *t, uint64_t *seed, int glues) {
     }
     for (int i = 0; i + 1 < t->num_uses && glues; i++)
         if (lab_pick(seed, 4) == 0 && t->uses[i].to < t->num_ops - 12)
-            t->uses[i].glue = i + 1, t->uses[i + 1].is_adjacent = 1;
+            t->uses[i].next_adjacent = i + 1, t->uses[i + 1].is_adjacent = 1;
 }
 static void places(int programs) {
     uint64_t seed = h_seed() + 5;
@@ -583,12 +584,12 @@ static void places(int programs) {
         exact += !glues && l.bytes == l.bound;
         if (glues) { /* adjacent uses live as long as the longest of them */
             for (int i = t.num_uses - 1; i >= 0; i--) {
-                const int next = t.uses[i].glue;
+                const int next = t.uses[i].next_adjacent;
                 if (next < 0) continue;
                 if (t.uses[next].to > t.uses[i].to) t.uses[i].to = t.uses[next].to;
             }
             for (int i = 0; i < t.num_uses; i++) {
-                const int next = t.uses[i].glue;
+                const int next = t.uses[i].next_adjacent;
                 if (next < 0) continue;
                 t.uses[next].to = t.uses[i].to;
                 CHECK_EQ_INT(offset_of(&l, &t.uses[next]),
@@ -626,7 +627,7 @@ TEST(plan_pass, places_that_are_worth_it) {
         memset(uses, 0, sizeof uses);
         for (int u = 0; u < 3; u++) {
             uses[u].pool = FSDP_POOL_GATHER, uses[u].bytes = 64 * rows[i].bytes[u];
-            uses[u].slot = uses[u].glue = -1;
+            uses[u].slot = uses[u].next_adjacent = -1;
             uses[u].from = u ? 2 * u - 1 : 0, uses[u].to = u ? 2 * u : 5;
         }
         t.uses = uses, t.num_uses = 3, t.num_ops = 6;

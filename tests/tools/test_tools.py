@@ -70,7 +70,7 @@ GOOD = {
     "README.md": "| what | how |\n|---|---|\n| all of it | nothing |\n",
     "docs/architecture.md": "src/core/a.h   the first one\nsrc/core/backends.h   the table\n"
                             "src/core/b.h   the other one\n`fsdp_all`\n```\nfsdpi_a     by nothing\n```\nONE by one\n",
-    "docs/tests.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
+    "CONTRIBUTING.md": "| what works | tests |\n|---|---|\n| all | `test_all` |\n"
                      "| a table | `all.of_*`, `fully_shard_a.done` |\n",
     "docs/parity.md": "`all.works` does.\n\n- `test_fully_shard_a.py`: `test_absent`.\n"
                       "- SUM: one.\n",
@@ -336,7 +336,7 @@ def test_names():
     finds("names", *(f"docs/architecture.md:{9 + i}: no such file: " +
                      re.search(r"[\w./]+[\w/]", name.split("](")[-1]).group() for i, name in enumerate(gone)),
           docs_architecture_md=GOOD["docs/architecture.md"] + "".join(f"see {name}.\n" for name in gone))
-    there = "see `a.h`, src/core/a.h, src/core/, [tests](tests.md), [b](../src/core/b.h), https://a.b/c.h, *.md.\n"
+    there = "see `a.h`, src/core/a.h, src/core/, [parity](parity.md), [b](../src/core/b.h), https://a.b/c.h, *.md.\n"
     with tree(docs_architecture_md=GOOD["docs/architecture.md"] + there) as root:
         sh(f"{sys.executable} {TOOLS}/check_text.py names", cwd=root)
     finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
@@ -346,14 +346,14 @@ def test_names():
 
 
 def test_tests():
-    table, parity = GOOD["docs/tests.md"], GOOD["docs/parity.md"]
-    finds("tests", "docs/tests.md:3: no such test: test_invented",
-          docs_tests_md=table.replace("`test_all`", "`test_all`, `test_invented`"))
-    finds("tests", "docs/tests.md:4: no such test: all.invented",
-          docs_tests_md=table.replace("all.of_*", "all.invented"))
-    finds("tests", "docs/tests.md:3: a row that names no test",
-          docs_tests_md=table.replace("`test_all`", "test_all"))
-    finds("tests", "docs/tests.md: no table of tests", docs_tests_md="No table.\n")
+    table, parity = GOOD["CONTRIBUTING.md"], GOOD["docs/parity.md"]
+    finds("tests", "CONTRIBUTING.md:3: no such test: test_invented",
+          CONTRIBUTING_md=table.replace("`test_all`", "`test_all`, `test_invented`"))
+    finds("tests", "CONTRIBUTING.md:4: no such test: all.invented",
+          CONTRIBUTING_md=table.replace("all.of_*", "all.invented"))
+    finds("tests", "CONTRIBUTING.md:3: a row that names no test",
+          CONTRIBUTING_md=table.replace("`test_all`", "test_all"))
+    finds("tests", "CONTRIBUTING.md: no table of tests", CONTRIBUTING_md="No table.\n")
     finds("tests", "README.md:5: no such test: all.invented",
           README_md=GOOD["README.md"] + "\n`make test FILTER=all.invented`\n")
     finds("tests", "docs/parity.md:1: no such test: all.invented",
@@ -455,15 +455,15 @@ def test_tests_that_ran():
                                       for t in sorted(tests)), "the file of what ran")
         for result, words in (("", "did not run"), (" SKIPPED", "was skipped")):
             status, out = run_tests(root, ran, done=result)
-            check(status and f"docs/tests.md:4: fully_shard_a.done {words}" in out, out)
+            check(status and f"CONTRIBUTING.md:4: fully_shard_a.done {words}" in out, out)
             check(f"tests/core/test_fully_shard_a.c:2: fully_shard_a.done {words}" in out, out)
         status, out = run_tests(root, ran, of_a_table=" SKIPPED")
-        check(status and "docs/tests.md:4: all.of_a_table/one was skipped" in out, out)
+        check(status and "CONTRIBUTING.md:4: all.of_a_table/one was skipped" in out, out)
         status, out = run_tests(root, ran, **{"of_a_table/two": " SKIPPED"})
-        check(status and "docs/tests.md:4: all.of_a_table/two was skipped" in out, out)
-        check("docs/tests.md:3" not in out, f"a program ran if one of its tests did: {out}")
+        check(status and "CONTRIBUTING.md:4: all.of_a_table/two was skipped" in out, out)
+        check("CONTRIBUTING.md:3" not in out, f"a program ran if one of its tests did: {out}")
         status, out = run_tests(root, done=" SKIPPED")
-        check(status == 0 and "docs/tests.md" not in out, f"only where it is asked: {out}")
+        check(status == 0 and "CONTRIBUTING.md" not in out, f"only where it is asked: {out}")
 
 
 def test_run_tests_says_why_it_skips():

@@ -1,14 +1,16 @@
-/* core/watch.h - calls the callbacks of extensions, in the order in which they are attached
+/* core/ext_dispatch.h - calls the callbacks of extensions, in the order in which they are attached
 
    State: fsdp_model.listeners, offered_to and ext_depth. If listeners is 0, the calls of a step and
    ops skip these functions. fsdp_attach is in attach.h.
+   Callers: programs, run.h (fsdpi_tell_ran), attach.h (fsdpi_update_listeners), step.h (fsdpi_ext_offer_call)
+     and 9 other files.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"
 #endif
-#ifndef FSDPI_CORE_WATCH_H
-#define FSDPI_CORE_WATCH_H
+#ifndef FSDPI_CORE_EXT_DISPATCH_H
+#define FSDPI_CORE_EXT_DISPATCH_H
 
 #include "../base/macros.h"
 #include "../base/os.h"
@@ -101,7 +103,7 @@ static fsdp_status fsdpi_tell_values(fsdp_model *m, int event, int ordinal) {
 }
 
 // Sets fsdp_model.listeners from the callbacks of the extensions and from the flight record.
-static void fsdpi_watch(fsdp_model *m) {
+static void fsdpi_update_listeners(fsdp_model *m) {
     int watch = m->world->flight ? FSDPI_LISTEN_CALLS : 0;
     for (const fsdpi_attached *a = m->attached; a; a = a->next) {
         if (a->e.call) watch |= FSDPI_LISTEN_CALLS;
@@ -169,4 +171,4 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
                                                          : fsdp_pool_name(pool);
 }
 
-#endif // FSDPI_CORE_WATCH_H
+#endif // FSDPI_CORE_EXT_DISPATCH_H
