@@ -1,4 +1,4 @@
-/* safetensors/crc.h - CRC-32C, of bytes in pieces, and of the two halves of a whole
+/* safetensors/crc.h - CRC-32C, by a table or by the instruction of the processor
 
    Callers: programs and read.h (fsdpi_st_little_endian).
    Source: RFC 3720, appendix B.4; slicing by 8 as Intel's note of 2006 describes it.
