@@ -248,9 +248,11 @@ THE COMMENTS OF FUNCTIONS
 
 #if defined(__GNUC__)
 #define FSDP_MUST_CHECK __attribute__((warn_unused_result))
+#define FSDP_COLD __attribute__((cold)) // of no step: small rather than fast
 #define FSDP_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 #else
 #define FSDP_MUST_CHECK
+#define FSDP_COLD
 #define FSDP_PRINTF(fmt, args)
 #endif
 

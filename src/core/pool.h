@@ -97,9 +97,8 @@ static void fsdpi_say_fsdpfit(const fsdp_model *m, fsdpi_text *t) {
 
 // Fails because `bytes` of memory cannot be allocated. The text has `what`, `reason` (the
 // allocator's own text, cut), what the model holds and needs, and the command that tells the rest.
-static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status,
-                                                     int64_t bytes, const char *what,
-                                                     const char *reason) {
+static FSDP_COLD fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status, int64_t bytes,
+                                                const char *what, const char *reason) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
     char text[FSDPI_TEXT];
     fsdpi_text t = {text, sizeof text, 0};
