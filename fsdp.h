@@ -106,10 +106,13 @@ STEP BY STEP
     Microbatches: call fsdp_set_requires_gradient_sync(model, NULL, 0) before the first one and
     fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one. Each of them ends with
     fsdp_finalize_backward. Step 4 comes after the last one. The gradients of microbatches are
-    added: LOSS PER TOKEN says what divides them. Without sync each unit keeps a full gradient until
-    the last microbatch: as many bytes as the whole model in the dtype of fsdp_grad, or in
-    reduce_dtype if gradients are cast before they are reduced (fsdp_model_predict_step). To save
-    this memory leave sync on: each microbatch is reduced, and added to the sharded gradient.
+    added. Without sync each unit keeps a full gradient until the last microbatch: as many bytes as
+    the whole model in the dtype of fsdp_grad, or in reduce_dtype if gradients are cast before they
+    are reduced (fsdp_model_predict_step). To save this memory leave sync on: each microbatch is
+    reduced, and added to the sharded gradient.
+    Loss per token: if ranks or microbatches count different numbers of tokens, a mean of their
+    means weighs tokens differently. Take gradients of sums, and let the library divide them by the
+    tokens of all ranks: fsdp_set_gradient_divide_factor (docs/from-pytorch.md has the program).
     Evaluation: on all ranks call fsdp_set_grad_enabled(model, 0), run forwards, call
     fsdp_set_grad_enabled(model, 1). If more units were open at a time than in training,
     fsdp_pools_trim frees their slots.
@@ -119,19 +122,6 @@ STEP BY STEP
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
     Step plans: fsdp_plan_create of fsdp_plan.h. The library records a step and replays it with
     fewer collectives and the same bits (docs/plan.md).
-
-LOSS PER TOKEN
-    Rows differ in length and labels are ignored, so ranks and microbatches count different numbers
-    of tokens. The mean of their means then weighs tokens differently: N ranks do not train as one.
-    Count first, take gradients of sums, and let the library divide (examples/04_accumulate.c):
-        double tokens = count(my_microbatches);  // labels that count, in all of them
-        fsdp_all_reduce(world, NULL, &tokens, 1, FSDP_F64, FSDP_SUM);
-        fsdp_set_gradient_divide_factor(model, NULL, tokens); // before the step's first backward
-        ... for each microbatch: forward, and backward of the SUM of its tokens' losses ...
-        fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F64, FSDP_SUM); // the mean is loss / tokens
-    This holds for every mesh, with DDP, step plans and clipping. A microbatch without a token makes
-    the same calls, and adds zeros. If f16 gradients overflow, divide the loss and the factor by a
-    constant. With tensor parallelism ranks of tp count once: docs/tensor-parallel.md.
 
 MISTAKES
     Memory: compile with -fsanitize=address. Then the program stops at the line that touches a
@@ -248,9 +238,11 @@ THE COMMENTS OF FUNCTIONS
 
 #if defined(__GNUC__)
 #define FSDP_MUST_CHECK __attribute__((warn_unused_result))
+#define FSDP_COLD __attribute__((cold)) // of no step: small rather than fast
 #define FSDP_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
 #else
 #define FSDP_MUST_CHECK
+#define FSDP_COLD
 #define FSDP_PRINTF(fmt, args)
 #endif
 

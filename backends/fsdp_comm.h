@@ -374,8 +374,8 @@ static void fsdpi_say_ring(fsdpi_text *t, fsdpi_comm *c, fsdpi_trail *ring) {
 /* Adds the ranks to blame if the marked members are missing at the deadline. If no missing member
    is to blame, waits up to 100 ms for another rank's failure first. Returns 0 if the world fails
    meanwhile. */
-static FSDPI_UNUSED int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
-                                       const char *verb) {
+static FSDPI_UNUSED FSDP_COLD int fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c,
+                                                 const uint8_t *missing, const char *verb) {
     fsdpi_blame b;
     fsdpi_find_blame(c, missing, &b);
     for (int i = 0; i < 100 && !b.missing && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
@@ -769,7 +769,8 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_comm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
+static FSDP_COLD fsdp_status fsdpi_comm_split(fsdp_comm *comm, const fsdp_group *g,
+                                              fsdp_comm **out) {
     fsdpi_comm *parent = (fsdpi_comm *)(void *)comm, *child = NULL;
     *out = NULL;
     fsdp_status status = fsdpi_split_begin(parent, g, &child);
@@ -897,7 +898,7 @@ static FSDPI_UNUSED void fsdpi_give_host(fsdpi_comm_world *w, const fsdpi_chunk 
     fsdpi_free(&w->boot.allocator, chunk->base);
 }
 
-static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
+static FSDP_COLD fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     fsdpi_comm_world *w = c->world;
     fsdpi_chunk chunk = {NULL, size, 0, 0, 0};

@@ -79,7 +79,8 @@ static const fsdpi_transport fsdpi_shm_transport = {
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 
-static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+static FSDP_COLD fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps,
+                                            fsdp_comm **out) {
     return fsdpi_comm_open(&fsdpi_shm_transport, boot, caps, out);
 }
 

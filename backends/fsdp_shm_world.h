@@ -1077,7 +1077,7 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
 
 // Gives the file to the other ranks as they arrive, on the first rank, which waits at the first
 // barrier meanwhile.
-static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
+static FSDP_COLD fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
@@ -1112,7 +1112,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
 
 // Asks the first rank for the file until it answers. A connection that breaks may have been to an
 // earlier world.
-static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
+static FSDP_COLD fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
@@ -1171,7 +1171,7 @@ static int fsdpi_shm_cores(void) {
     return cores;
 }
 
-static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
+static FSDP_COLD fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     w->fd = -1;

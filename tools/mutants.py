@@ -16,9 +16,7 @@ All mutants of a run are compiled at once. Each is an expression that asks MUTAN
 the source says unless n is chosen when the program starts: texts are only inserted, so that mutants
 may stand inside of each other, and a line keeps its number.
 
-A comment `// equivalent: REASON` says that the mutants of its line change nothing that could be
-seen; `// equivalent compare +1: REASON` says it of these operators. It may stand on a line of its
-own above.
+The list of faults also names lines whose mutants change nothing that could be seen.
 """
 import bisect
 import re
@@ -318,15 +316,27 @@ def constants(s, name, first, last, following):
                          f'(MUTANT(@) ? {following[t]} : ', ')')
 
 
-def marked(s):
-    """Operators that change nothing, of each line: from comments; all: a star."""
-    found = {}
-    for number, line in enumerate(s.text.split('\n'), 1):
-        m = re.search(r'(.*)// equivalent((?: [\w+-]+)*): \S', line)
-        if m:
-            below = not m.group(1).strip()
-            found[number + below] = set(m.group(2).split()) or {'*'}
-    return found
+def bodies_of(sources):
+    """The body of each function, by its name: its source, and its first and last position."""
+    bodies = {}
+    for s in sources:
+        for name, first, last in s.functions():
+            bodies.setdefault(name, []).append((s, s.start(first) + 1, s.start(last)))
+    return bodies
+
+
+def equivalent(sources, text):
+    """Operators that change nothing, by source and line, and what is wrong with the list. An entry
+    is 'equivalent FUNCTION [OPERATOR...]', then '= text', which stands in this function once."""
+    bodies, found, wrong = bodies_of(sources), {}, []
+    for function, operators, old in re.findall(r'(?m)^equivalent (\S+)(.*)\n= (.*)$', text):
+        where = [(s, s.text.index(old, at)) for s, at, end in bodies.get(function, [])
+                 if s.text[at:end].count(old) == 1]
+        if len(where) != 1:
+            wrong.append(f'equivalent: {old} is in {function} {len(where)} times')
+        for s, at in where:
+            found[s.name, s.line_of(at)] = set(operators.split()) or {'*'}
+    return found, wrong
 
 
 def of_list(sources, text):
@@ -334,10 +344,7 @@ def of_list(sources, text):
     is 'ID FUNCTION [PROGRAM]', the program whose tests run first, then lines '- text', which stand
     in this function once, and '+ text', what comes in their place. The function begins with its
     other body, so that the mutant is like all others."""
-    bodies, found, wrong = {}, [], []
-    for s in sources:
-        for name, first, last in s.functions():
-            bodies.setdefault(name, []).append((s, s.start(first) + 1, s.start(last)))
+    bodies, found, wrong = bodies_of(sources), [], []
     for entry in re.findall(r'(?m)^[^#\s+-].*\n(?:[+-].*\n)+', text):
         head, *lines = entry.rstrip('\n').split('\n')
         name, function, *programs = head.split()
@@ -375,11 +382,11 @@ def sources_of(texts):
     return [Source(name, text) for name, text in sorted(texts.items())]
 
 
-def generated(sources):
-    """All mutants that the operators make, but for those marked as equivalent."""
+def generated(sources, equal):
+    """All mutants that the operators make, but for those of these lines: see `equivalent`."""
     following, found = enums_of(sources), []
     for s in sources:
-        equal, count = marked(s), {}
+        count = {}
         for name, first, last in s.functions():
             constant = list(fixed(s, first, last))
             of = list(constants(s, name, first, last, following))
@@ -392,7 +399,7 @@ def generated(sources):
                 m.file, m.name = s.name, f'{s.name}:{name}:{m.operator}:{count[key]}'
                 m.line = s.line_of(m.middle[0] if m.middle else m.first)
                 m.first_line, m.last_line = s.line_of(m.first), s.line_of(m.last)
-                if not equal.get(m.line, set()) & {'*', m.operator}:
+                if not equal.get((s.name, m.line), set()) & {'*', m.operator}:
                     found.append(m)
     return found
 

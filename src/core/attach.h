@@ -22,7 +22,7 @@
 
 #include <string.h>
 
-FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
+FSDP_API FSDP_COLD fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;

@@ -235,7 +235,7 @@ FSDP_API void fsdp_on_commit(fsdp_commit_hook *hook) {
     fsdpi_commit_hooks = hook;
 }
 
-static fsdp_status fsdpi_lay_out(fsdp_model *m) {
+static FSDP_COLD fsdp_status fsdpi_lay_out(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,

@@ -145,16 +145,11 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     const int is_marker = op->kind >= FSDP_OP_HOOK;
     if (is_marker) fsdpi_do_marker(model, op);
     if (is_marker) return fsdpi_show(model, op);
-    if (op->kind == FSDP_OP_COPY && !op->bytes)
-        op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
-    if (fsdpi_is_collective(op->kind)) {
-        if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E906] emit: backend %s does not have %s",
-                             w->comm_ops->name, fsdp_op_name(op->kind));
-        if (!op->bytes)
-            op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
-                                         op->count * fsdp_dtype_size(op->dtype));
-    }
+    const int communicates = fsdpi_is_collective(op->kind);
+    if (communicates && !(w->caps.kinds & 1u << op->kind))
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E906] emit: backend %s does not have %s",
+                         w->comm_ops->name, fsdp_op_name(op->kind));
+    if (!op->bytes && (communicates || op->kind == FSDP_OP_COPY)) op->bytes = fsdpi_op_bytes(op);
     fsdp_status status = fsdpi_failed(w);
     if (!status && op->stream == FSDP_STREAM_EXTENSION) status = fsdpi_extension_stream(w);
     if (status) return fsdpi_fail_together(w, status);

@@ -137,8 +137,7 @@ FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model);
                tells REPLACED
    ordinal     of the parameter; -1 for REPLACED
    Result      FSDP_OK; INVALID_ARG; what an extension returned
-   Collective  no, but every rank has to do the same      Blocks no, but an extension may
-   Source      none in torch */
+   Collective  no, but every rank has to do the same      Blocks no, but an extension may */
 FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal);
 
 /* fsdp_op_init - a zeroed op with the model's entries: unit, step, training state, scale 1
@@ -202,8 +201,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_view(fsdp_model *model, const fsdp
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
 /* fsdp_buf_ptr    - its address
-   fsdp_buf_nbytes - its size in bytes, at least the requested one
-   Collective  no      Blocks no      Allocates no */
+   fsdp_buf_nbytes - its size in bytes, at least the requested one */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 
@@ -260,8 +258,7 @@ FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_THREADS, FSDP_RUN_STREAMS };
 
 /* fsdp_model_world - the world of a model; NULL for NULL
-   fsdp_model_run_mode   - how the model's ops run: FSDP_RUN_*
-   Collective  no      Blocks no      Allocates no */
+   fsdp_model_run_mode   - how the model's ops run: FSDP_RUN_* */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run_mode(const fsdp_model *model);
 
@@ -282,8 +279,7 @@ FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model);
    fsdp_model_number - how many models of its world were made before it
    fsdp_comm_ranks   - world ranks of the members of a group, in order of position
    out         room for them, or NULL
-   Result      ranks: their number; 0: it is no group of this world
-   Collective  no      Blocks no      Allocates no */
+   Result      ranks: their number; 0: it is no group of this world */
 FSDP_API int64_t fsdp_now(const fsdp_world *world);
 FSDP_API const char *fsdp_world_job(const fsdp_world *world);
 FSDP_API uint64_t fsdp_world_id(const fsdp_world *world);
@@ -293,8 +289,7 @@ FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int
 
 /* fsdp_model_desc_get - the options of a model, with defaults filled in; mesh as the desc gave it
    fsdp_unit_desc_get  - those of a unit as they are now, without params, mesh and mesh_info
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG */
 FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out);
 FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out);
 

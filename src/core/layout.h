@@ -161,7 +161,7 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
 /* Computes the layout of a unit's slots, and fills the lists if they are allocated (at commit).
    Requires room in tmp for all parameters of the unit. Returns FSDP_ERR_INVALID_ARG if the unit has
    more than FSDPI_UNIT_MAX elements. */
-static fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
+static FSDP_COLD fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t total = 0;
     u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;

@@ -258,8 +258,9 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 
 // Makes a mesh of the world from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
 // groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.
-static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
-                                  const int32_t *from, fsdp_mesh **out) {
+static FSDP_COLD fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d,
+                                            const fsdp_mesh *parent, const int32_t *from,
+                                            fsdp_mesh **out) {
     fsdp_mesh *mesh;
     int alone = 1; // this rank makes it without the others, since no dim makes groups
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
@@ -417,8 +418,8 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
     return !mesh || dim < 0 || dim >= mesh->ndim ? -1 : mesh->coord[dim];
 }
 
-FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
-                                         int replicate_dim, fsdp_mesh_info *out) {
+FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
+                                                   int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};

@@ -70,8 +70,8 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
-                                       fsdp_model **model) {
+FSDP_API FSDP_COLD fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+                                                 fsdp_model **model) {
     fsdp_model_desc d;
     if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;

@@ -49,30 +49,25 @@ static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *w
     return status;
 }
 
-FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
-    model->grad_enabled = enabled != 0;
-    model->settings = 0;
-    return fsdpi_failed(model->world);
+// Sets an option of the model, an int at `field`.
+static fsdp_status fsdpi_set_model(fsdp_model *m, const char *what, size_t field, int value) {
+    if (!m) return fsdpi_null(NULL, what, "model");
+    *(int *)(void *)((char *)m + field) = value != 0;
+    m->settings = 0;
+    return fsdpi_failed(m->world);
 }
-
-FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *model, int uneven) {
-    if (!model) return fsdpi_null(NULL, "set_uneven_inputs", "model");
-    model->uneven = uneven != 0;
-    model->settings = 0;
-    return fsdpi_failed(model->world);
+FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *m, int enabled) {
+    return fsdpi_set_model(m, "set_grad_enabled", offsetof(fsdp_model, grad_enabled), enabled);
 }
-
+FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *m, int uneven) {
+    return fsdpi_set_model(m, "set_uneven_inputs", offsetof(fsdp_model, uneven), uneven);
+}
+FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *m, int is_last) {
+    return fsdpi_set_model(m, "set_is_last_backward", offsetof(fsdp_model, is_last_backward),
+                           is_last);
+}
 FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model) { return model && model->uneven; }
-
 FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
-
-FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
-    model->is_last_backward = is_last != 0;
-    model->settings = 0;
-    return fsdpi_failed(model->world);
-}
 
 static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *what, size_t field,
                                     int value) {

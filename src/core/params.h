@@ -68,8 +68,8 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
 
 /* Gathers one parameter, or its gradient, in its stored dtype. Gathers all shards piece by piece to
    the scratch buffer, and copies each piece to its places in `full`. */
-static fsdp_status fsdpi_gather_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block,
-                                     fsdp_dtype dtype, char *full) {
+static FSDP_COLD fsdp_status fsdpi_gather_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block,
+                                               fsdp_dtype dtype, char *full) {
     fsdp_model *m = u->model;
     int world = fsdpi_shards(u);
     size_t size = fsdp_dtype_size(dtype);
@@ -249,7 +249,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     return status;
 }
 
-FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
+FSDP_API FSDP_COLD fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = FSDP_OK;
     if (model) FSDPI_TRY(fsdpi_failed(model->world));
     if (!fn) return fsdpi_null_of(model, "init_params", "fn");
@@ -362,7 +362,7 @@ static fsdp_status fsdpi_broadcast_states(fsdp_model *m, int begin, int end, con
     }
 }
 
-FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
+FSDP_API FSDP_COLD fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root) {
     static const char *const what = "model_broadcast";
     if (!model) return fsdpi_null_of(unit ? unit->model : NULL, what, "model");
     int begin = unit ? unit->desc.index : 0;

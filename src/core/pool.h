@@ -97,9 +97,8 @@ static void fsdpi_say_fsdpfit(const fsdp_model *m, fsdpi_text *t) {
 
 // Fails because `bytes` of memory cannot be allocated. The text has `what`, `reason` (the
 // allocator's own text, cut), what the model holds and needs, and the command that tells the rest.
-static FSDPI_NOINLINE fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status,
-                                                     int64_t bytes, const char *what,
-                                                     const char *reason) {
+static FSDP_COLD fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status status, int64_t bytes,
+                                                const char *what, const char *reason) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
     char text[FSDPI_TEXT];
     fsdpi_text t = {text, sizeof text, 0};
@@ -297,7 +296,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     if (status) return m->dry_run ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     FSDPI_GUARD(fsdpi_turn(m, buf, (buf->spot + 1) % FSDPI_SPOTS));
-    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: only AddressSanitizer sees it
+    FSDPI_GUARD(fsdpi_open(m, buf));
     *out = buf;
     return m->listeners ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
 }
@@ -316,7 +315,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
     fsdp_status status = FSDP_ASSERT(m->world, buf->held);
-    FSDPI_GUARD(fsdpi_open(m, buf)); // equivalent statement: only AddressSanitizer sees it
+    FSDPI_GUARD(fsdpi_open(m, buf));
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);

@@ -154,8 +154,8 @@ static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
 
 // Makes a copy of the model that has run a step and counted its memory. The caller frees *out with
 // fsdpi_predict_free, also after a failure.
-static fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdp_predict_desc *step,
-                                      fsdp_model **out) {
+static FSDP_COLD fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdp_predict_desc *step,
+                                                fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,

@@ -75,7 +75,7 @@ static fsdp_status fsdpi_hash_values(const fsdp_unit *u, char *room, size_t most
 
 /* Warns if replicas hold different parameters. Training continues, as in PyTorch, although averages
    of their gradients mean little. Called by the first finalize. */
-static FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
+static FSDP_COLD FSDPI_NOINLINE fsdp_status fsdpi_replicas_check(fsdp_model *m) {
     enum { ROOM = 1 << 20 };
     char *room = NULL;
     const fsdp_unit *first = NULL;

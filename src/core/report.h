@@ -122,7 +122,7 @@ static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
     fsdpi_text_add(t, "%s\n", r.done ? "" : "; the reduction waits");
 }
 
-FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
+FSDP_API FSDP_COLD size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
     fsdpi_text t = {buf, buf ? cap : 0, 0};
     fsdp_memory mem;
     if (buf && cap) buf[0] = 0;

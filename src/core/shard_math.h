@@ -122,8 +122,8 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
     return num;
 }
 
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks) {
+FSDP_API FSDP_COLD fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params,
+                                                  int count, fsdp_seg *segs, fsdp_block *blocks) {
     if (!layout || count < 0 || (count > 0 && !params) || layout->world < 1 || layout->rank < 0 ||
         layout->rank >= layout->world)
         return FSDP_ERR_INVALID_ARG;

@@ -229,7 +229,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, void *arg) {
+FSDP_API FSDP_COLD fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, void *arg) {
     fsdp_spawn_desc d;
     fsdpi_spawn s;
     char job[64];

@@ -173,7 +173,7 @@ static int fsdpi_next_hook(const fsdpi_unit_position *from, int call, int depth)
         if (fsdpi_row_at(&at, call) && (call != FSDP_CALL_DATA || at.open)) return hook;
         if (depth > 1 && fsdpi_next_hook(&at, call, depth - 1) >= 0) return hook;
     }
-    return -1; // equivalent +1: any negative number
+    return -1;
 }
 
 // Returns the position as a clause for texts.
@@ -346,7 +346,7 @@ FSDPI_MERGED fsdp_status fsdpi_run_call(fsdp_unit *u, int call) {
     fsdp_model *m = u->model;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_wrong_call(u, call, fsdpi_call_name(call));
-    if (m->listeners & FSDPI_LISTEN_OPS) { // equivalent condition: it only saves work
+    if (m->listeners & FSDPI_LISTEN_OPS) {
         m->call_state = fsdpi_next_state(u, row);
         FSDPI_TRY(fsdpi_show_call(m, u, call, NULL));
     }

@@ -209,7 +209,7 @@ static FSDPI_NOINLINE void fsdpi_template_set_places(fsdp_unit *u, fsdpi_templat
 /* Sets the fields of a reduction that ranks compare: the unit, the gradients it held before the
    reduction, and its parameters without a gradient. op->unused names the first of these. */
 static void fsdpi_set_compared(const fsdp_unit *u, int held, fsdp_op *op) {
-    uint64_t unused = 0; // equivalent +1: any number begins a hash
+    uint64_t unused = 0;
     int used = 0;
     op->unused = NULL;
     for (int k = 0; k < u->use_words; k++) // the sum of eight bytes, 0 or 1 each

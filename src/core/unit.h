@@ -277,7 +277,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
 
 /* Sorts the parameters into dtype groups, counts the trainables, and computes the sizes of the
    layout and the slot classes. Called again after fsdp_set_requires_grad and fsdp_model_cast. */
-static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
+static FSDP_COLD fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
     u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.first_train = 0;
     u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
@@ -428,8 +428,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     return fsdpi_unit_arrange(u);
 }
 
-FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
-                                      fsdp_unit **unit) {
+FSDP_API FSDP_COLD fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
+                                                fsdp_unit **unit) {
     fsdp_unit_desc d;
     if (!model || !desc || !unit) return fsdpi_null_of(model, "fully_shard", "model, desc or unit");
     *unit = NULL;

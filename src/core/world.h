@@ -305,7 +305,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
+FSDP_API FSDP_COLD fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // has rank, log level and errors until the world exists
     if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
@@ -318,7 +318,7 @@ FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) 
     return status;
 }
 
-FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
+FSDP_API FSDP_COLD fsdp_status fsdp_shutdown(fsdp_world *world) {
     if (!world) return FSDP_OK;
     if (fsdpi_is_child(world)) return fsdpi_failed(world);
     fsdpi_drain(world);

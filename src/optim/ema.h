@@ -56,7 +56,6 @@ static fsdp_status fsdpi_ema_emit(fsdp_ema *e, const char *what, int act, double
         v.grad_dtype = o->params[i].dtype;
         status = fsdpi_optim_extend(o, &run, &o->params[i], &v, fsdpi_ema_fill, 1, &num);
     }
-    // equivalent condition: without rounding nothing fails before it
     if (!status) status = fsdpi_optim_append(o, &run, fsdpi_ema_fill, 1, &num);
     return status ? status : fsdpi_optim_emit(o->model, o->memory, what, o->updates, num);
 }
@@ -247,7 +246,7 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     const double given[] = {(double)call, decay};
     if (!status) status = fsdp_agree(o->model, given, sizeof given);
     if (!status) ema->calls = call;
-    if (status || !acts || copies) return status; // equivalent: a copy averaged is a copy
+    if (status || !acts || copies) return status;
     return fsdpi_ema_emit(ema, name, FSDP_EMA_AVERAGE, 1 - decay);
 }
 

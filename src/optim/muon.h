@@ -95,8 +95,8 @@ static fsdp_op fsdpi_muon_make_op(const fsdpi_muon_opt *o, int kind, int stream,
     return op;
 }
 
-static fsdp_status fsdpi_muon_emit_blocks(const fsdpi_muon_opt *o, fsdp_op op, const fsdp_block *blocks,
-                                          int num) {
+static fsdp_status fsdpi_muon_emit_blocks(const fsdpi_muon_opt *o, fsdp_op op,
+                                          const fsdp_block *blocks, int num) {
     op.list = blocks, op.list_count = (uint32_t)num;
     for (int i = 0; i < num; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
     return fsdp_emit(o->base.model, &op);
@@ -119,7 +119,8 @@ static fsdp_update fsdpi_muon_update(int kind, fsdp_dtype dtype, fsdp_dtype grad
 }
 
 // Gets the view of a matrix. Returns 1 if it has a gradient.
-static int fsdpi_muon_view(const fsdpi_muon_opt *o, const fsdpi_muon_matrix *m, fsdp_param_view *v) {
+static int fsdpi_muon_view(const fsdpi_muon_opt *o, const fsdpi_muon_matrix *m,
+                           fsdp_param_view *v) {
     const fsdpi_optim_param *p = &o->base.params[m->param];
     return !fsdp_param_view_get(p->unit, p->index, v) && v->shard_grad;
 }
@@ -140,8 +141,8 @@ static fsdp_status fsdpi_muon_release(const fsdpi_muon_opt *o, int stream, fsdp_
 }
 
 // Exchanges parts in the shard group. A group of one rank copies its part.
-static fsdp_status fsdpi_muon_exchange(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f, int from,
-                                       int64_t begin, int to, int64_t end) {
+static fsdp_status fsdpi_muon_exchange(const fsdpi_muon_opt *o, const fsdpi_muon_bucket *f,
+                                       int from, int64_t begin, int to, int64_t end) {
     const fsdp_block all = {0, 0, f->part, 1, f->part, f->part};
     fsdp_op op = fsdpi_muon_make_op(o, f->comm ? FSDP_OP_ALL_TO_ALL : FSDP_OP_COPY,
                                     f->comm ? FSDP_STREAM_EXTENSION : FSDP_STREAM_COMPUTE,

@@ -71,8 +71,9 @@ static int fsdpi_muon_group(void *user, const fsdp_param_view *v) {
 }
 
 // Fails if Muon cannot update a matrix that desc.take chooses.
-static fsdp_status fsdpi_muon_check(const fsdpi_muon_opt *o, const char *what, const fsdp_param_view *v,
-                                    const fsdp_mesh_info *info, int taken) {
+static fsdp_status fsdpi_muon_check(const fsdpi_muon_opt *o, const char *what,
+                                    const fsdp_param_view *v, const fsdp_mesh_info *info,
+                                    int taken) {
     const char *expected = NULL;
     int64_t numel = 1;
     for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];

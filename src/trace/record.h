@@ -25,8 +25,6 @@
 extern int fsdpi_tr_gethostname(char *name, size_t size) __asm__("gethostname");
 extern int fsdpi_tr_clock_gettime(int clock, int64_t time[2]) __asm__("clock_gettime");
 
-#define FSDPI_TR_COLD __attribute__((cold)) // small code, since every program has it
-
 enum { FSDPI_TR_DEPTH = 8, FSDPI_TR_OTHERS = 64, FSDPI_TR_GROUPS = 1024, FSDPI_TR_KEEPERS = 8 };
 
 typedef struct fsdpi_tr_key { // a text's address; NULL: free
@@ -147,10 +145,10 @@ static void fsdpi_tr_take_call(fsdp_trace *t, const fsdpi_tr_open *o, int64_t en
 // Callbacks of the extension.
 
 static void fsdpi_tr_finish(fsdp_trace *t, int meets);
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t);
+static FSDP_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t);
 
 // Notes the slots that units hold when the trace begins, as if they were acquired then.
-static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
+static FSDP_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
     fsdp_param_view v = FSDP_ZERO;
     for (const fsdp_unit *last = NULL; fsdp_next_param(t->model, &v); last = v.unit) {
         fsdp_memory held;
@@ -170,7 +168,7 @@ static FSDPI_TR_COLD void fsdpi_tr_take_held(fsdp_trace *t) {
 
 // Notes the pools' largest sizes and the extensions' states, once: an optimizer may be destroyed
 // before the trace ends. A query of sizes leaves states unchanged.
-static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
+static FSDP_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
     fsdp_state_item item = FSDP_ZERO;
     fsdp_memory now;
     if (fsdp_model_memory(t->model, &now)) return;
@@ -190,7 +188,7 @@ static FSDPI_TR_COLD void fsdpi_tr_note_memory(fsdp_trace *t) {
 }
 
 // Handles the first call of a step.
-static FSDPI_TR_COLD void fsdpi_tr_begin_step(fsdp_trace *t) {
+static FSDP_COLD void fsdpi_tr_begin_step(fsdp_trace *t) {
     fsdp_op op;
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     int64_t number = (int64_t)op.step;
@@ -318,25 +316,24 @@ static void fsdpi_tr_put(fsdpi_tr_out *o, const void *data, size_t bytes) {
 }
 
 // Offers an entry of a section.
-static FSDPI_TR_COLD void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry,
-                                         size_t size) {
+static FSDP_COLD void fsdpi_tr_offer(fsdpi_tr_out *o, int section, const void *entry, size_t size) {
     if (o->section < 0) o->head.section[section].count += section == FSDPI_TR_IN_TEXT ? size : 1;
     else if (o->section == section) fsdpi_tr_put(o, entry, size);
 }
 
-static FSDPI_TR_COLD uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
+static FSDP_COLD uint32_t fsdpi_tr_offer_text(fsdpi_tr_out *o, const char *text) {
     uint32_t at = o->text, size = (uint32_t)strlen(text) + 1;
     fsdpi_tr_offer(o, FSDPI_TR_IN_TEXT, text, size);
     o->text += size;
     return at;
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
+static FSDP_COLD void fsdpi_tr_offer_name(fsdpi_tr_out *o, int section, const char *name) {
     uint32_t at = fsdpi_tr_offer_text(o, name);
     fsdpi_tr_offer(o, section, &at, sizeof at);
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDP_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out *o) {
     uint64_t units = (uint64_t)fsdp_num_units(t->model);
     fsdp_op op;
     fsdp_op_init(&op, t->model, NULL, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
@@ -346,7 +343,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_names(const fsdp_trace *t, fsdpi_tr_out
         fsdpi_tr_offer_name(o, FSDPI_TR_IN_LABELS, fsdp_op_label(&op));
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
+static FSDP_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *unit) {
     fsdpi_tr_unit u = FSDP_ZERO;
     fsdp_unit_desc d = FSDP_ZERO;
     fsdp_mesh_info info = FSDP_ZERO;
@@ -362,7 +359,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_unit(fsdpi_tr_out *o, const fsdp_unit *
     fsdpi_tr_offer_name(o, FSDPI_TR_IN_NAMES, fsdp_unit_label(unit));
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDP_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out *o) {
     fsdp_param_view v = FSDP_ZERO;
     const fsdp_unit *last = NULL;
     while (fsdp_next_param(t->model, &v)) {
@@ -377,7 +374,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_model(const fsdp_trace *t, fsdpi_tr_out
     }
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDP_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_out *o) {
     for (int k = 0; k < FSDP_POOL_MAX + t->num_keepers; k++) {
         const fsdpi_tr_keeper *kept = k < FSDP_POOL_MAX ? NULL : &t->keeper[k - FSDP_POOL_MAX];
         fsdpi_tr_pool p = {0, 0, kept ? kept->bytes : t->pool_bytes[k]};
@@ -386,7 +383,7 @@ static FSDPI_TR_COLD void fsdpi_tr_offer_memory(const fsdp_trace *t, fsdpi_tr_ou
     }
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDP_COLD void fsdpi_tr_offer_groups(const fsdp_trace *t, fsdpi_tr_out *o) {
     uint32_t at = 0;
     for (uint32_t k = 0; k < FSDPI_TR_GROUPS; k++) {
         fsdpi_tr_comm c = {k, 0, at};
@@ -423,7 +420,7 @@ static uint64_t fsdpi_tr_taken(const fsdp_trace *t) {
     return t->next_record < t->room ? t->next_record : t->room;
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
+static FSDP_COLD void fsdpi_tr_offer_all(fsdp_trace *t, fsdpi_tr_out *o) {
     uint64_t records = fsdpi_tr_taken(t);
     o->text = 0;
     fsdpi_tr_offer_model(t, o);
@@ -455,7 +452,7 @@ static uint64_t fsdpi_tr_mesh(const fsdp_trace *t) {
     return hash;
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
+static FSDP_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h) {
     fsdp_model_desc d = FSDP_ZERO;
     (void)fsdp_model_desc_get(t->model, &d);
     memcpy(h->magic, FSDPI_TR_MAGIC, sizeof h->magic);
@@ -474,7 +471,7 @@ static FSDPI_TR_COLD void fsdpi_tr_fill(const fsdp_trace *t, fsdpi_tr_header *h)
 }
 
 // Writes the file. Returns errno. A reader sees the complete file or none.
-static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
+static FSDP_COLD int fsdpi_tr_write(fsdp_trace *t) {
     static const uint32_t sizes[FSDPI_TR_SECTION_COUNT] = {
 #define FSDP_X(number, name, type) sizeof(type),
         FSDPI_TR_SECTIONS(FSDP_X)
@@ -514,7 +511,7 @@ static FSDPI_TR_COLD int fsdpi_tr_write(fsdp_trace *t) {
 // Start and stop.
 
 // Makes all ranks of the mesh meet, so that their clocks can be compared.
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
+static FSDP_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(t->model, &info);
     if (status || fsdp_mesh_size(info.mesh, -1) == 1) return status;
@@ -529,7 +526,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_meet(fsdp_trace *t) {
     return status;
 }
 
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
+static FSDP_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
     if (!t->error) return FSDP_OK;
     return fsdp_fail(t->world, FSDP_ERR_IO,
                      "[E9001] the trace %s cannot be written: %s. Make room, or give another "
@@ -539,7 +536,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_result(const fsdp_trace *t) {
 
 /* Stops recording, and writes the file. The library then calls no callbacks and reads no clock.
    meets: ranks meet first; at the end of a model a rank may be gone. */
-static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
+static FSDP_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
     if (t->is_on) fsdpi_tr_end_other(t, t->host_ns);
     // Ops issued so far are reported first. At the end of the model there are no further callbacks.
     if (meets) (void)fsdp_extension_mute(t->model, &t->extension);
@@ -556,7 +553,7 @@ static FSDPI_TR_COLD void fsdpi_tr_finish(fsdp_trace *t, int meets) {
                   t->path, (long long)(t->next_record - t->room));
 }
 
-static FSDPI_TR_COLD void fsdpi_tr_destroy(void *user) {
+static FSDP_COLD void fsdpi_tr_destroy(void *user) {
     fsdp_trace *t = (fsdp_trace *)user;
     if (!t->is_done && t->num_steps && !fsdp_world_status(t->world)) {
         fsdpi_tr_finish(t, 0);
@@ -569,7 +566,7 @@ static FSDPI_TR_COLD void fsdpi_tr_destroy(void *user) {
     fsdp_free(t->model, FSDP_MEMORY_HOST, t, t->bytes);
 }
 
-FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
+FSDP_COLD FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
     if (!trace) return FSDP_OK;
     fsdp_world *w = trace->world;
     if (!trace->is_done) fsdpi_tr_finish(trace, 1);
@@ -580,7 +577,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_stop(fsdp_trace *trace) {
 }
 
 // Takes directory and steps from the desc or the environment.
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
+static FSDP_COLD fsdp_status fsdpi_tr_settings(fsdp_world *w, fsdp_trace_desc *d) {
     const char *steps = getenv("FSDP_TRACE_STEPS");
     long long first = 3, last = 5;
     int end = 0;
@@ -612,8 +609,8 @@ static int64_t fsdpi_tr_part(int64_t *bytes, int64_t count, size_t size) {
 }
 
 // Allocates the trace in one block.
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d,
-                                              fsdp_trace **out) {
+static FSDP_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trace_desc *d,
+                                          fsdp_trace **out) {
     int64_t bytes = 0, keys = 2, units = fsdp_num_units(model), room = d->records;
     int64_t num_steps = d->last_step - d->first_step + 1;
     fsdp_world *w = fsdp_model_world(model);
@@ -650,7 +647,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_new(fsdp_model *model, const fsdp_trac
 // Sets the path: DIR/JOB.RANK.trace, or DIR/JOB-1.RANK.trace for later models of the world. Makes
 // the directory, checks that files can be made there, and deletes the file of an earlier run, so
 // that the two are not mixed.
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
+static FSDP_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *dir) {
     const char *job = fsdp_world_job(t->world);
     char turn[16] = "";
     int number = fsdp_model_number(t->model);
@@ -671,7 +668,7 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_place_file(fsdp_trace *t, const char *
                      strerror(error), error == ENOENT ? "; its parent has to be there" : "");
 }
 
-static FSDPI_TR_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
+static FSDP_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
     fsdp_extension *e = &t->extension;
     e->name = "trace", e->user = t;
     e->call = fsdpi_tr_call, e->returned = fsdpi_tr_returned, e->op = fsdpi_tr_op;
@@ -679,8 +676,8 @@ static FSDPI_TR_COLD fsdp_status fsdpi_tr_attach(fsdp_trace *t) {
     return fsdp_attach(t->model, e);
 }
 
-FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
-                                                    fsdp_trace **trace) {
+FSDP_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsdp_trace_desc *desc,
+                                                fsdp_trace **trace) {
     fsdp_trace_desc d;
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_trace *t = NULL;
@@ -721,7 +718,7 @@ FSDPI_TR_COLD FSDP_API fsdp_status fsdp_trace_start(fsdp_model *model, const fsd
 /* -------------------------------------------------------------------------------------------- */
 // FSDP_TRACE: every model of the program. A failure is logged, and the program continues.
 
-static FSDPI_TR_COLD void fsdpi_tr_committed(fsdp_model *model) {
+static FSDP_COLD void fsdpi_tr_committed(fsdp_model *model) {
     const char *dir = getenv("FSDP_TRACE");
     fsdp_trace *trace;
     if (dir && *dir && !fsdp_trace_start(model, NULL, &trace)) trace->is_of_environment = 1;

@@ -976,7 +976,7 @@ def test_floors_have_room():
 
 MUTATED = """/* src/core/small.h - SPDX-License-Identifier: MIT */
 enum { FSDPI_RED, FSDPI_GREEN, FSDPI_COUNT };
-static int fsdpi_least(int a, int b) { return a < b ? a : b; } // equivalent compare: equal values
+static int fsdpi_least(int a, int b) { return a < b ? a : b; }
 // A comment with a < b, and "a string" { ( of which nothing is a mutant.
 static int fsdpi_sum(const int *list, int n) {
     int values[4] = {0}, sum = 0;
@@ -1020,11 +1020,17 @@ int main(int argc, char **argv) {
 """
 
 
+EQUIVALENT = """equivalent fsdpi_least compare
+= return a < b ? a : b;
+# equal values
+"""
+
+
 def mutate(root, *args, entries="", status=0):
     """What tools/mutate says of a small library in this directory, whose tests see some of it."""
     files = {"src/core/small.h": MUTATED, "Makefile": MUTATED_MAKEFILE,
              "tools/variants.sh": MUTATED_VARIANTS, "tests/test_small.c": MUTATED_TEST,
-             "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries}
+             "tests/test_broken.c": MUTATED_TEST.replace("!good", "1"), "tools/mutations.txt": entries + EQUIVALENT}
     tree = os.path.join(root, "tree")
     for name, text in files.items():
         os.makedirs(os.path.join(tree, os.path.dirname(name)), exist_ok=True)
@@ -1039,17 +1045,19 @@ def mutate(root, *args, entries="", status=0):
 
 
 def test_mutants_of_a_source():
-    """Each operator makes its mutants, and none of what is no expression or is marked."""
+    """Each operator makes its mutants, and none of what is no expression or is listed as equivalent."""
     with tempfile.TemporaryDirectory() as root:
         names = [line.split("  ")[0][len("src/core/small.h:fsdpi_"):] for line in mutate(root, "--list").split("\n")]
         for wanted in ["sum:compare:1", "sum:condition:2", "sum:statement:1", "sum:assign:1", "sum:swap:1",
                        "sum:+1:1", "sum:-1:1", "color:enum:1", "color:statement:1", "clear:statement:1"]:
             check(wanted in names, f"no {wanted}: {names}")
-        # no mutants: the loop's test as an if, the constant `case`, the last return, the marked line
+        # no mutants: the loop's test as an if, the constant `case`, the last return, the equivalent line
         check(sum(n.startswith("sum:condition") for n in names) == 2, names)
         check(sum(n.startswith("color:enum") for n in names) == 1, names)
         check(not any(n.startswith(("least:compare", "least:statement")) for n in names), names)
         check(sum(n.startswith("sum:statement") for n in names) == 1, names)
+        out = mutate(root, "--list", entries="equivalent fsdpi_sum\n= zum\n\n", status=1)
+        check("broken    equivalent: zum is in fsdpi_sum 0 times\n" in out, out)
         drawn = mutate(root, "--list", "--sample", "5")
         check(drawn.count("\n") == 5 and drawn == mutate(root, "--list", "--sample", "5"), drawn)
         check(drawn != mutate(root, "--list", "--sample", "5", "--seed", "2"), drawn)
