@@ -27,8 +27,8 @@ PROJECT = """cmake_minimum_required(VERSION 3.17)
 project(user LANGUAGES %(languages)s)
 %(get)s
 foreach(target IN ITEMS %(targets)s)
-    string(REPLACE "fsdp::" "" name ${target})
-    if(name MATCHES "lib|shared")
+    string(REPLACE "fsdp::" "on_" name ${target})
+    if(name MATCHES "on_lib|on_shared")
         add_executable(${name} user.c)
     else()
         add_executable(${name} 01_hello.c)
@@ -133,7 +133,7 @@ def trains(program="./hello", backend=None):
 
 
 def project(get, targets="fsdp::fsdp", languages="C", flags=""):
-    """Builds the example as a CMake project, for each target of the library a program of its name."""
+    """Builds the example as a CMake project, for each target of the library a program on_NAME."""
     with open("CMakeLists.txt", "w", encoding="utf-8") as f:
         f.write(PROJECT % {"get": get, "targets": targets, "languages": languages})
     shutil.rmtree("build", ignore_errors=True)
@@ -141,7 +141,7 @@ def project(get, targets="fsdp::fsdp", languages="C", flags=""):
     check("CMake Warning" not in out, out)
     sh("cmake --build build -- -j2", env=CLEAN)
     for target in targets.split():
-        with open(f"build/CMakeFiles/{target[6:]}.dir/link.txt", encoding="utf-8") as f:
+        with open(f"build/CMakeFiles/on_{target[6:]}.dir/link.txt", encoding="utf-8") as f:
             check(f.read().count("pthread") <= 1, f"{target}: -pthread more than once")
 
 
@@ -449,10 +449,10 @@ def test_cmake_install():
     prefix = f"{cmade()}/prefix"
     project(f"find_package(fsdp {version()} REQUIRED)", "fsdp::fsdp fsdp::lib fsdp::shared",
             flags=f"-DCMAKE_PREFIX_PATH={prefix}")
-    sh(f"{prefix}/bin/fsdprun -n 2 build/fsdp", env=CLEAN)
+    sh(f"{prefix}/bin/fsdprun -n 2 build/on_fsdp", env=CLEAN)
     for program in ("fsdp", "lib", "shared"):
-        trains(f"build/{program}")
-    check("libfsdp.so" in sh("ldd build/shared") and "libfsdp.so" not in sh("ldd build/lib"), "linkage")
+        trains(f"build/on_{program}")
+    check("libfsdp.so" in sh("ldd build/on_shared") and "libfsdp.so" not in sh("ldd build/on_lib"), "linkage")
     nm = "nm -D --defined-only {}/libfsdp.so | awk '{{print $3}}'"
     check(sh(nm.format(f"{prefix}/lib")) == sh(nm.format(f"{made()}/prefix/lib")), "other exports")
     for same in ("include", "share/doc", "share/pkgconfig", "lib/pkgconfig"):  # as of make
@@ -486,8 +486,8 @@ def test_cmake_components():
     need_gloo()
     flags = f"-DCMAKE_PREFIX_PATH={cmade()}/prefix"
     project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::gloo", "C CXX", flags)
-    trains("build/gloo")
-    trains("build/gloo", "gloo")
+    trains("build/on_gloo")
+    trains("build/on_gloo", "gloo")
     for component, languages, text in (("gloo", "C", "needs C++"), ("nccl", "C", "needs nvcc"),
                                        ("mpy", "C", "no such backend")):
         try:
@@ -514,7 +514,7 @@ def long_cmake_nccl():
              "-DCMAKE_CUDA_FLAGS='-Xcicc -O0 -Xptxas -O0' ")
     for more, archs in (("-DCMAKE_CUDA_ARCHITECTURES=90", {"90"}), ("", {"80"})):
         project("find_package(fsdp REQUIRED COMPONENTS nccl)", "fsdp::nccl", "C CXX CUDA", flags + more)
-        out = sh("build/nccl 2>&1 || true", env=CLEAN)
+        out = sh("build/on_nccl 2>&1 || true", env=CLEAN)
         check("CUDA" in out or "loss" in out, out)
         with open("build/CMakeFiles/fsdp_nccl.dir/flags.make", encoding="utf-8") as f:
             compiled_for = set(re.findall(r"\bsm_(\d+)", f.read()))
@@ -525,8 +525,8 @@ def long_cmake_nccl():
 def long_cmake_subdirectory():
     os.symlink(ROOT, "fsdp")
     project("add_subdirectory(fsdp fsdp-build)", "fsdp::fsdp fsdp::lib")
-    trains("build/fsdp")
-    trains("build/lib")
+    trains("build/on_fsdp")
+    trains("build/on_lib")
 
 
 @needs("cmake")
@@ -535,9 +535,9 @@ def long_cmake_fetch_content():
     need_gloo()
     get = ("include(FetchContent)\nset(FSDP_GLOO ON)\n"
            f"FetchContent_Declare(fsdp SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(fsdp)\n"
-           "enable_testing()\nadd_test(NAME two COMMAND fsdp::fsdprun -n 2 $<TARGET_FILE:gloo>)")
+           "enable_testing()\nadd_test(NAME two COMMAND fsdp::fsdprun -n 2 $<TARGET_FILE:on_gloo>)")
     project(get, "fsdp::gloo", "C CXX")
-    trains("build/gloo", "gloo")
+    trains("build/on_gloo", "gloo")
     sh("cd build && ctest", env=CLEAN)
     check(not os.path.exists("build/_deps/fsdp-build/fsdpck"), "tools that nobody asked for")
     sh("cmake -B build -DFSDP_TOOLS=ON && cmake --build build && test -x build/_deps/fsdp-build/fsdpck",
@@ -553,7 +553,7 @@ def long_cmake_gloo():
     sh(build.format("", "prefix"), env=CLEAN)
     project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::lib fsdp::shared fsdp::gloo", "C CXX",
             "-DCMAKE_PREFIX_PATH=$PWD/prefix")
-    for program in ("build/lib", "build/shared", "build/gloo"):
+    for program in ("build/on_lib", "build/on_shared", "build/on_gloo"):
         trains(program, "gloo")
     sh(f"{CC} -O0 01_hello.c -o hello $({pkg_config(f'{os.getcwd()}/prefix')} fsdp-gloo)", env=CLEAN)
     trains(backend="gloo")
