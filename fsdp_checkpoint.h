@@ -333,12 +333,12 @@ typedef struct fsdp_checkpoint_export_desc {
     void *files_user;
     const char *ema_name;               // if there are several averages: fsdp_ema_desc.name of one;
                                         // NULL: the one without a name
-    // The source of a load: a parameter goes back to the rows that source says it was loaded from.
-    // param has a name, that of the file, dtype and shape, and neither a unit nor data. 0: leave
-    // the parameter out. NULL, and for states: rename. Neither source nor what follows with num_ranks
-    fsdp_checkpoint_source_fn source;   // its user is `user`
-    const char *like;                   // a model of Hugging Face: out must have its tensors, and gets
-                                        // its other files. NULL: none
+    // The source of a load, called with `user`: a parameter goes back to the rows from which it was
+    // loaded. param has only the name in the file, dtype and shape. 0: leave the parameter out.
+    // NULL, and for states: rename. Not with num_ranks, nor are the fields below
+    fsdp_checkpoint_source_fn source;
+    const char *like;                   // a directory of Hugging Face, or a file: out has the same
+                                        // tensors, and gets the other files. NULL: none
     int (*may_lack)(void *user, const char *name); // 1: out may lack this tensor of like. NULL: 0
     const char *file_name;              // NULL: model.safetensors
     uint64_t end_canary;

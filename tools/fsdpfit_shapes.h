@@ -77,14 +77,12 @@ static int add_shape(const char *unit, size_t length, const char *name, int ndim
 enum { IS_STATE, IS_BUFFER, IS_MASK, IS_SCALE, IS_LAYER, IS_EXPERT, NAMES };
 static const char *const names[NAMES] = {
     ("(^|\\.)(optim|optimizers?|optim_state|optimizer_state)\\.|"
-     "^((module|model)\\.)?(ema|swa|[a-z_]*_(ema|swa)|(ema|swa)_(model|module|weights|params|net|"
-     "unet|"
-     "shadow)|(avg|averaged?)_model|shadow_params)\\.|"
+     "^((module|model)\\.)?(ema|swa|[a-z_]*_(ema|swa)|(avg|averaged?)_model|shadow_params|"
+     "(ema|swa)_(model|module|weights|params|net|unet|shadow))\\.|"
      "\\.(exp_avg|(max_)?exp_avg_sq|momentum_buffer)$"),
-    ("(^|\\.)(running_mean|running_var|num_batches_tracked|n_averaged|_?ema_(cluster_size|w)|("
-     "original_)?inv_freq|position_ids|"
-     "relative_position_index|relative_coords_table|freqs_cis|(cos|sin)_cached|masked_bias|"
-     "(attn|causal)_mask)$"),
+    ("(^|\\.)(running_mean|running_var|num_batches_tracked|n_averaged|_?ema_(cluster_size|w)|"
+     "(original_)?inv_freq|position_ids|relative_position_index|relative_coords_table|freqs_cis|"
+     "(cos|sin)_cached|masked_bias|(attn|causal)_mask)$"),
     "(^|[._])(attn|attention)\\.bias$", // a causal mask of two dims
     ("(_scale_inv|(weight|input|output|global|[qkv])_scale(_2)?|[._]scales|qzeros|zero_point|"
      "absmax|quant_map|\\.SCB)$"),

@@ -31,8 +31,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Writes into a temporary directory, which one rename completes. Files are written one after another,
-// from the first byte to the last, in buffers of a number of boxes.
+// Writes into a temporary directory, which one rename completes. Files are written one after
+// another, from the first byte to the last. A buffer holds a number of boxes.
 
 // Returns the number of a tensor's rows in file `file`: the shard that rank `file` would save.
 static int64_t fsdpi_ck_file_rows(const fsdpi_ck_export *x, int64_t index, int file,
@@ -208,7 +208,8 @@ static int64_t fsdpi_ck_put_ascii(char *to, const char *s) {
     return used;
 }
 
-// Writes the index, model.safetensors.index.json, as huggingface_hub and transformers print it, sorted by name.
+// Writes the index, model.safetensors.index.json, as huggingface_hub and transformers print it:
+// sorted by name.
 static fsdp_status fsdpi_ck_write_index(fsdpi_ck_export *x) {
     int64_t most = 256;
     for (int64_t i = 0; i < x->num_outs; i++)
@@ -297,7 +298,7 @@ typedef struct fsdpi_ck_copying {
     char from[FSDP_CHECKPOINT_PATH], to[FSDP_CHECKPOINT_PATH];
 } fsdpi_ck_copying;
 
-// Returns 1 for a name that export does not copy: a hidden file, an index, a manifest, or weights in
+// Returns 1 for a name that is not copied: a hidden file, an index, a manifest, or weights in
 // the format of any program.
 static int fsdpi_ck_is_left_out(const char *name) {
     static const char *const weights[] = {

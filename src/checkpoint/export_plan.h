@@ -7,6 +7,7 @@
 #ifndef FSDPI_CHECKPOINT_EXPORT_PLAN_H
 #define FSDPI_CHECKPOINT_EXPORT_PLAN_H
 
+#include "files.h"
 #include "manifest.h"
 #include "objects.h"
 #include "open.h"
@@ -14,6 +15,7 @@
 #include "reader.h"
 #include "table.h"
 #include "tile.h"
+#include "../safetensors/box.h"
 
 #include <stdio.h>
 #include <stdlib.h>

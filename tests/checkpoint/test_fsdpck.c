@@ -999,7 +999,7 @@ static int mapped_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_s
 }
 static float *floats_of(fsdp_checkpoint_reader *r, const char *name, fsdp_checkpoint_tensor *t) {
     CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, name), t));
-    float *room = (float *)malloc((size_t)t->nbytes + 1);
+    float *room = (float *)malloc(2 * (size_t)t->nbytes + 1);
     CHECK(room != NULL);
     CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, room, SAID));
     return room;
