@@ -186,8 +186,8 @@ gate_musl() {
     local f bad dir=$work/musl
     need_musl
     mkdir -p "$dir"
-    implement | compile musl-gcc c99 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -DFSDP_BACKEND_FAKE -O0 \
-        -c -o "$dir/lib.o"
+    implement | compile musl-gcc c99 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -DFSDP_BACKEND_FAKE \
+        -O0 -c -o "$dir/lib.o"
     bad=$(nm -u "$dir/lib.o" | awk '$2 ~ /64$/ {print $2}')
     [ -z "$bad" ] || die "musl has no" $bad
     for f in examples/gpt/train_gpt.c tools/*.c; do
@@ -221,7 +221,8 @@ gate_musl_tests() {
     done
     for f in tests/*/test_*.c; do
         case $f in *nccl* | *cuda* | *gloo* | *stub* | *gpu_first* | *launches*) continue ;; esac
-        echo "#include \"$f\"" | compile musl-gcc c99 -Wno-c++-compat -Itests $kernel_headers -fsyntax-only
+        echo "#include \"$f\"" | compile musl-gcc c99 -Wno-c++-compat -Itests \
+            $kernel_headers -fsyntax-only
     done
     tests_by musl "musl-gcc $kernel_headers" '' test_{bits,checkpoint,faults,golden_train,launch} \
         test_{memory,mesh,muon,optim,process,shard,spawn,store,trace} conformance
@@ -270,7 +271,7 @@ gate_odd_macros() {
 gate_math_only() {
     local h c calls bad
     for h in "${headers[@]%.h}" backends/fsdp_host_gemm; do
-        calls='_GLOBAL_OFFSET|__stack_chk|__cpu_model$' # __cpu_model: data of the compiler's library
+        calls='_GLOBAL_OFFSET|__stack_chk|__cpu_model$' # data of the compiler's library
         case $h in
         fsdp_checkpoint | fsdp_compress | fsdp_muon | fsdp_plan | fsdp_trace)
             for c in 'gcc -std=c99 -x c' 'g++ -std=c++11 -x c++'; do
