@@ -176,6 +176,73 @@ gate_platforms() {
     done
 }
 
+# musl, as Alpine has it. Debian's musl-gcc sees no headers of the kernel; tests use some.
+need_musl() { command -v musl-gcc >/dev/null || skip 'no musl-gcc: install musl-tools'; }
+kernel_headers="-idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu"
+
+# The library, as strict as for glibc, calls nothing that musl >= 1.2.4 lacks; the tools and the
+# GPT compile; a static job of 4 ranks runs.
+gate_musl() {
+    local f bad dir=$work/musl
+    need_musl
+    mkdir -p "$dir"
+    implement | compile musl-gcc c99 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -DFSDP_BACKEND_FAKE \
+        -O0 -c -o "$dir/lib.o"
+    bad=$(nm -u "$dir/lib.o" | awk '$2 ~ /64$/ {print $2}')
+    [ -z "$bad" ] || die "musl has no" $bad
+    for f in examples/gpt/train_gpt.c tools/*.c; do
+        echo "#include \"$f\"" | compile musl-gcc c99 -Wno-c++-compat -fsyntax-only
+    done
+    for f in examples/01_hello tools/fsdprun; do
+        musl-gcc -std=c99 -O0 -I. -static -o "$dir/${f##*/}" "$f.c" -pthread -lm
+    done
+    "$dir/fsdprun" -n 4 "$dir/01_hello" | tee "$dir/log" | tail -n 3
+    grep -q '^step 200 ' "$dir/log" || die "$(cat "$dir/log")"
+}
+
+# Programs of tests with another compiler: tests_by BUILD CC PREFIX PROGRAM...
+tests_by() {
+    local of=$build/$1 cc=$2 run=$3 t
+    shift 3
+    make -s --no-print-directory BUILD="$of" CC="$cc" CFLAGS=-O1 $(printf "$of/tests/%s " "$@")
+    for t; do
+        $run "$of/tests/$t" --tags=shm --timeout-mult=10 >"$of/$t.log" 2>&1 ||
+            die "$t: $(grep -vE '^\[( RUN|       OK|===)' "$of/$t.log")"
+        echo "note: $t: $(grep -c '^\[       OK' "$of/$t.log") passed"
+    done
+}
+# All examples and tools link, all tests compile, and those below run. test_sim_store cannot link:
+# musl has no swapcontext.
+gate_musl_tests() {
+    local f
+    need_musl
+    for f in examples/*.c tools/*.c; do
+        musl-gcc -std=c99 -O0 -I. -o "$work/musl.out" "$f" -pthread -lm
+    done
+    for f in tests/*/test_*.c; do
+        case $f in *nccl* | *cuda* | *gloo* | *stub* | *gpu_first* | *launches*) continue ;; esac
+        echo "#include \"$f\"" | compile musl-gcc c99 -Wno-c++-compat -Itests \
+            $kernel_headers -fsyntax-only
+    done
+    tests_by musl "musl-gcc $kernel_headers" '' test_{bits,checkpoint,faults,golden_train,launch} \
+        test_{memory,mesh,muon,optim,process,shard,spawn,store,trace} conformance
+}
+
+# aarch64 has the bits of x86-64. Its entry of a flight record is fenced, and its checksums and
+# roots are instructions; qemu-user runs them.
+gate_aarch64() {
+    local cc='aarch64-linux-gnu-gcc' code=$work/aarch64.s what
+    need $cc && need qemu-aarch64
+    implement | compile $cc c99 -O2 -S -o "$code"
+    awk '/^fsdpi_flight_begin:/ { on = 1 } /\.size/ { on = 0 } on' "$code" | grep -q 'dmb' ||
+        die 'fsdpi_flight_begin has no fence'
+    for what in crc32cx 'fsqrt.*4s' 'fsqrt.*2d'; do
+        grep -q "$what" "$code" || die "no instruction $what"
+    done
+    tests_by aarch64 "$cc -static" qemu-aarch64 test_{bits,checkpoint,golden_train,muon} \
+        test_{muon_values,optim,safetensors}
+}
+
 # Words that headers of other systems and libraries define as macros. Those of the second list take
 # arguments, so that a name without ( is none.
 odd_words='small far near huge hyper interface min max IN OUT OPTIONAL VOID CONST DELETE ERROR THIS
@@ -204,7 +271,7 @@ gate_odd_macros() {
 gate_math_only() {
     local h c calls bad
     for h in "${headers[@]%.h}" backends/fsdp_host_gemm; do
-        calls='_GLOBAL_OFFSET|__stack_chk|__cpu_model$' # __cpu_model: data of the compiler's library
+        calls='_GLOBAL_OFFSET|__stack_chk|__cpu_model$' # data of the compiler's library
         case $h in
         fsdp_checkpoint | fsdp_compress | fsdp_muon | fsdp_plan | fsdp_trace)
             for c in 'gcc -std=c99 -x c' 'g++ -std=c++11 -x c++'; do
@@ -553,6 +620,7 @@ list() {
     single_examples 019
     printf 'warnings.%s\n' clang g++ # those of gcc fail the builds in .ci/run
     echo budget && echo symbols && echo math_only && echo platforms && echo odd_macros
+    echo musl
     echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'parts.%s\n' gcc.c99 g++.c++11
@@ -579,7 +647,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nccl_header.%s\n' 22304 22703 22809 23003 23102
     printf 'nvcc.%s\n' c++{11,20}
     printf 'nvcc_gpt.%s\n' c++{14,17}
-    echo single_tests
+    echo single_tests && echo musl_tests && echo aarch64
     printf 'package.%s\n' conan vcpkg
     echo gpu_scripts
     echo gloo_header && echo nvcc_unit.c++17
