@@ -96,8 +96,8 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
-// Returns the number of entries in a table of events: one per slot, per block, and per carried-over slot
-// of each unit.
+// Returns the number of entries in a table of events: one per slot, per block, and per carried-over
+// slot of each unit.
 static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
     return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
 }

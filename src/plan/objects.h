@@ -89,7 +89,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t carried_over;         // 1: the slot that the unit held when the step began
+    int32_t carried_over;  // 1: the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit in a line, and its buffers: indices of slots, or FSDPI_PLAN_*.
@@ -151,8 +151,8 @@ typedef struct fsdpi_plan_use {
     int64_t bytes;
     int32_t from, to; // indices of ops; to: num_ops if it is held at the end
     int32_t slot;     // index of its place in the listing
-    int32_t next_adjacent;     // the use whose memory must follow directly; -1: none
-    int32_t is_adjacent; // 1: its memory follows that of another use
+    int32_t next_adjacent; // the use whose memory must follow directly; -1: none
+    int32_t is_adjacent;   // 1: its memory follows that of another use
 } fsdpi_plan_use;
 
 // A unit after a call: its states, the state of its gradients, and its slots.
