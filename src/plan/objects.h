@@ -128,7 +128,7 @@ typedef struct fsdpi_plan_listing {
     uint64_t model, kind; // hashes: of the model; of options and initial state
     int32_t num_units, num_params, shards, replicas, mode; // mode: FSDP_RUN_*
     int32_t num_calls, forward_calls;
-    int64_t bytes, bound, by_calls;
+    int64_t bytes, bound, eager;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
     uint64_t gather_bytes[2], reduce_bytes[2];
     fsdpi_plan_unit *units; // [num_units]
