@@ -184,7 +184,7 @@ typedef struct fsdp_plan_times {
 } fsdp_plan_times;
 
 /* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
-   eager    1: a dry run of the eager step, between two steps, with the model's current options
+   eager       1: a dry run of the eager step, between two steps, with the model's current options
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; eager: INVALID_STATE (a unit is not idle, or
                options are not those of the plan)
    Collective  no      Blocks eager: for operations under way      Allocates temporary tables */
