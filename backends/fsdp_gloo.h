@@ -272,7 +272,7 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     // loss before this rank closes its connections, too.
     int cause = fsdpi_store_world_await_cause(
         &c->base, k, fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_STORE_CAUSE_NS);
-    if (cause == FSDPI_CAUSE_VERDICT) return fsdpi_comm_report(&c->base);
+    if (cause == FSDPI_CAUSE_FAILURE) return fsdpi_comm_report(&c->base);
     return fsdpi_gloo_gone(c, k, cause == k ? "has shut down" : text, cause != k);
 }
 
@@ -1622,7 +1622,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
-    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
+    fsdpi_gloo_tell, fsdpi_store_world_failure, fsdpi_store_world_ask,
     fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 

@@ -1835,7 +1835,7 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     {FSDPI_NCCL_KINDS, 0, 2, 0, NULL, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
-    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
+    fsdpi_nccl_tell, fsdpi_store_world_failure, fsdpi_store_world_ask,
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 

@@ -48,11 +48,11 @@
                            the server forgets it: the client has its own clock
        BEAT       client   i32 busy (fsdpi_peer), i64 since, text: the rank's operation
        ASK        client   i32 rank: requests its state, and the time since its last frame
-       ABORT      client   as VERDICT
+       ABORT      client   as FAILURE
        BYE        client   the rank leaves in order; the server closes the connection
        JOINED     push     all ranks have joined; a text: an address of the server's host, or empty
        LEFT       push     i32 rank
-       VERDICT    push     the failure: i32 status, i32 rank that sent it, i32 rank that is lost,
+       FAILURE    push     the failure: i32 status, i32 rank that sent it, i32 rank that is lost,
                            subject, 0, reason
        CLOSING    push     the server ends
 
@@ -102,7 +102,7 @@
 typedef struct fsdpi_store fsdpi_store;
 
 // A rank's connection. Before the thread runs, open uses the socket; afterwards only the thread
-// does. `lock` guards the fields out, requests and `verdict`.
+// does. `lock` guards the fields out, requests and `failure`.
 
 typedef struct fsdpi_store_request {
     struct fsdpi_store_request *next;
@@ -125,7 +125,7 @@ struct fsdpi_store {
     uint32_t lock, next_id, changed; // changed: counts events; callers sleep on it
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
-    fsdpi_failure verdict;   // valid if judged
+    fsdpi_failure failure;   // valid if judged
     const char *why;         // reason of a broken connection, whose server may live; or NULL
     uint8_t *left;           // [size]
     fsdpi_store_place local; // local address of the connection
@@ -224,7 +224,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         s->server_rank = fsdpi_le_i32(f->value);
         t->decided = 1;
         t->status = FSDP_OK;
-    } else if (f->op == FSDPI_STORE_VERDICT && fsdpi_failure_get(f, &v)) {
+    } else if (f->op == FSDPI_STORE_FAILURE && fsdpi_failure_get(f, &v)) {
         t->decided = 1;
         t->status = (fsdp_status)v.status;
         t->said.used = 0;
@@ -478,7 +478,7 @@ static void fsdpi_store_change(fsdpi_store *s) {
 
 // Returns the status with which calls fail from now on; FSDP_OK: they do not.
 static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
-    if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->verdict.status;
+    if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->failure.status;
     return FSDPI_LOAD(&s->gone) ? FSDP_ERR_PEER_LOST : FSDP_OK;
 }
 
@@ -502,7 +502,7 @@ static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_failure *v) {
     fsdpi_lock(&s->lock);
     int first = !s->judged;
     if (first) {
-        s->verdict = *v;
+        s->failure = *v;
         FSDPI_STORE(&s->judged, 1u);
         fsdpi_store_finish_all(s);
     }
@@ -519,7 +519,7 @@ static const char *fsdpi_store_who(const fsdpi_store *s) {
 // seems dead.
 static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_failure *v) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
-    char value[FSDPI_VERDICT_BYTES];
+    char value[FSDPI_FAILURE_BYTES];
     fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_failure_put(value, v), NULL, value};
     fsdpi_lock(&s->lock);
     if (fsdpi_frame_put(a, &s->out, &f, &s->seal_out)) (void)fsdpi_store_flush(a, s->fd, &s->out);
@@ -603,7 +603,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
         if (rank < 0 || rank >= s->desc.boot.size) return 1;
         __atomic_store_n(&s->left[rank], (uint8_t)1, __ATOMIC_RELEASE);
         break;
-    case FSDPI_STORE_VERDICT:
+    case FSDPI_STORE_FAILURE:
         if (fsdpi_failure_get(f, &v)) fsdpi_store_judge(s, &v);
         return 1;
     case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, FSDP_OK); return 0;
@@ -800,9 +800,9 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_
 }
 
 // Returns 1 if the world has failed; *out, unless out is NULL, gets the failure.
-static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) {
+static FSDPI_UNUSED int fsdpi_store_failure(fsdpi_store *s, fsdpi_failure *out) {
     if (!FSDPI_LOAD(&s->judged)) return 0;
-    if (out) *out = s->verdict; // written once
+    if (out) *out = s->failure; // written once
     return 1;
 }
 
@@ -811,7 +811,7 @@ static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) 
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
     fsdpi_failure v;
-    char value[FSDPI_VERDICT_BYTES];
+    char value[FSDPI_FAILURE_BYTES];
     memset(&v, 0, sizeof v);
     v.status = (int32_t)status;
     v.rank = s->desc.boot.rank;
@@ -867,8 +867,8 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
         left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
         if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
     }
-    if (FSDPI_LOAD(&s->joined)) return FSDP_OK; // a failure since then is for fsdpi_store_verdict
-    if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->verdict);
+    if (FSDPI_LOAD(&s->joined)) return FSDP_OK; // a failure since then is for fsdpi_store_failure
+    if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->failure);
     else if (FSDPI_LOAD(&s->gone))
         fsdpi_text_add(
             error, "[E720] %s, which serves the store, has closed it before all ranks had joined",

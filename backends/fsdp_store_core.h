@@ -82,7 +82,7 @@ typedef struct fsdpi_store_core {
     int num_refused, num_old;         // refused for their token, and for their version
     int64_t join_ns, join_timeout_ns; // deadline and timeout of joining
     size_t total;
-    fsdpi_failure verdict; // status FSDP_OK: none
+    fsdpi_failure failure; // status FSDP_OK: none
     fsdpi_store_rank *ranks;
     fsdpi_conn *conns;
     fsdpi_store_wait *waits;
@@ -148,10 +148,10 @@ static void fsdpi_store_core_clear(fsdpi_store_core *core) {
 
 // Sets the world's failure, unless there is one.
 static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_failure *v) {
-    char value[FSDPI_VERDICT_BYTES];
-    if (core->verdict.status || core->closing) return;
-    core->verdict = *v;
-    fsdpi_store_core_push(core, FSDPI_STORE_VERDICT, value, fsdpi_failure_put(value, v));
+    char value[FSDPI_FAILURE_BYTES];
+    if (core->failure.status || core->closing) return;
+    core->failure = *v;
+    fsdpi_store_core_push(core, FSDPI_STORE_FAILURE, value, fsdpi_failure_put(value, v));
 }
 
 static FSDP_PRINTF(4, 5) void fsdpi_store_core_fail(fsdpi_store_core *core, fsdp_status status,
@@ -188,7 +188,7 @@ static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
     for (int r = 0; r < core->size; r++) left += core->ranks[r].state == FSDPI_PEER_LEFT;
     if (left < core->size || core->server_rank >= 0) return;
     memset(core->ranks, 0, (size_t)core->size * sizeof *core->ranks);
-    memset(&core->verdict, 0, sizeof core->verdict);
+    memset(&core->failure, 0, sizeof core->failure);
     core->num_joined = 0;
     core->join_ns = INT64_MAX;
     fsdpi_store_core_clear(core);
@@ -276,10 +276,10 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     } else if (core->ranks[rank].state != FSDPI_PEER_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
                                 "still serves an earlier world of this job");
-    } else if (core->verdict.status) {
-        char value[FSDPI_VERDICT_BYTES];
-        fsdpi_store_core_send(core, conn, FSDPI_STORE_VERDICT, 0, 0, value,
-                              fsdpi_failure_put(value, &core->verdict));
+    } else if (core->failure.status) {
+        char value[FSDPI_FAILURE_BYTES];
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_FAILURE, 0, 0, value,
+                              fsdpi_failure_put(value, &core->failure));
         fsdpi_conn_end(conn, now);
         fsdpi_store_core_leave(core, (int)rank);
     } else {
@@ -601,7 +601,7 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
 
 // Returns 1 if ranks that have yet to connect must get the failure: a lost rank, or a mismatch.
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
-    int absent = 0, status = core->verdict.status;
+    int absent = 0, status = core->failure.status;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_PEER_ABSENT;
     return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }

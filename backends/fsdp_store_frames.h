@@ -51,7 +51,7 @@ enum {
     FSDPI_STORE_CHALLENGE = 1, FSDPI_STORE_HELLO, FSDPI_STORE_REPLY, FSDPI_STORE_REFUSED,
     FSDPI_STORE_SET, FSDPI_STORE_GET, FSDPI_STORE_DELETE, FSDPI_STORE_BEAT, FSDPI_STORE_ASK,
     FSDPI_STORE_ABORT, FSDPI_STORE_BYE, FSDPI_STORE_ALL_JOINED, FSDPI_STORE_RANK_LEFT,
-    FSDPI_STORE_VERDICT, FSDPI_STORE_CLOSING, FSDPI_STORE_PROVE, FSDPI_STORE_PROVEN
+    FSDPI_STORE_FAILURE, FSDPI_STORE_CLOSING, FSDPI_STORE_PROVE, FSDPI_STORE_PROVEN
 };
 // clang-format on
 
@@ -250,7 +250,7 @@ static size_t fsdpi_frame_text(char *out, size_t cap, const char *from, size_t s
     return zero ? length + 1 : length;
 }
 
-#define FSDPI_VERDICT_BYTES (12 + sizeof(fsdpi_failure))
+#define FSDPI_FAILURE_BYTES (12 + sizeof(fsdpi_failure))
 
 static size_t fsdpi_failure_put(char *to, const fsdpi_failure *v) {
     char *at = fsdpi_le_put(to, (uint32_t)v->status, 4);

@@ -62,7 +62,7 @@ static int num_jobs;
 /* Notes when the first failure reaches a rank. */
 static void hears(void *user) {
     actor *a = (actor *)user;
-    if (!a->heard && a->store && fsdpi_store_verdict(a->store, NULL)) a->heard = os.now;
+    if (!a->heard && a->store && fsdpi_store_failure(a->store, NULL)) a->heard = os.now;
 }
 
 static void beats(void *user, fsdpi_store_beat *out) {
@@ -107,7 +107,7 @@ static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     if (status != FSDP_ERR_PEER_LOST) fsdpi_store_abort(a->store, status, "round", text);
     fsdpi_failure v;
     fsdpi_text t = {a->text, sizeof a->text, 0};
-    if (fsdpi_store_verdict(a->store, &v)) fsdpi_say_failure(&t, &v);
+    if (fsdpi_store_failure(a->store, &v)) fsdpi_say_failure(&t, &v);
     else fsdpi_text_add(&t, "%s", text);
     return status;
 }
@@ -756,7 +756,7 @@ static void trade(actor *a) {
     w.base.boot = d.boot, w.base.transport = &table, w.base.failed = &w.store->judged;
     c.world = &w.base, c.boot = &w.base.boot, c.index = a->rank, c.size = a->size;
     c.ranks = (int32_t *)(intptr_t)ids;
-    for (int k = 1; !fsdpi_store_verdict(w.store, NULL); k++) {
+    for (int k = 1; !fsdpi_store_failure(w.store, NULL); k++) {
         int64_t until = os.now + d.boot.timeout_ns;
         uint8_t missing[RANKS] = {0};
         char reason[FSDPI_REASON];
@@ -774,7 +774,7 @@ static void trade(actor *a) {
         else if (!fsdpi_comm_failed(&c) && fsdpi_say_late(&t, &c, missing, "come"))
             fsdpi_store_abort(w.store, FSDP_ERR_TIMEOUT, "round", reason);
     }
-    snprintf(a->text, sizeof a->text, "%s", w.store->verdict.reason);
+    snprintf(a->text, sizeof a->text, "%s", w.store->failure.reason);
     a->status = FSDP_ERR_TIMEOUT;
     fsdpi_store_close(w.store);
 }
