@@ -126,7 +126,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
 #define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: each has a timeout
-#define FSDPI_GLOO_GOODBYE_NS 500000000          // close handshakes: all groups; then the world
+#define FSDPI_GLOO_CLOSE_NS 500000000          // close handshakes: all groups; then the world
 #define FSDPI_GLOO_GRACE      20                 // ms for messages sent before a failure
 #define FSDPI_GLOO_ALONE_NS   200000000          // wait after the store's end, see fsdpi_gloo_lost
 #define FSDPI_GLOO_CALLERS    64       // most connections at a time without proof of the token
@@ -147,7 +147,7 @@ typedef struct fsdpi_gloo_world {
     fsdpi_local_hosts hosts;
     fsdpi_comm *near;     // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
-    int64_t patience_ns;  // time left for the close handshakes of all groups together
+    int64_t close_ns;  // time left for the close handshakes of all groups together
     uint32_t lock;        // guards the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
@@ -1488,8 +1488,8 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
-    int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_GOODBYE_NS;
-    int64_t *patience = c->base.is_world ? &own : &w->patience_ns;
+    int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_CLOSE_NS;
+    int64_t *patience = c->base.is_world ? &own : &w->close_ns;
     fsdpi_describe(&c->base, NULL, "");
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
@@ -1603,7 +1603,7 @@ static void fsdpi_gloo_give_memory(fsdpi_comm_world *base, const fsdpi_chunk *ch
 static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
+    w->close_ns = FSDPI_GLOO_CLOSE_NS;
     base->world->trace = &w->trace;
     fsdpi_comm_begin(base);
     return fsdpi_comm_end(base, fsdpi_gloo_connect_world(c));

@@ -118,15 +118,15 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_NCCL_WORKS     1024                   // operations that are watched
-#define FSDPI_NCCL_LARGE     ((size_t)1 << 20)      // bytes from which on memory is registered
-#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // period of the watchdog
-#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // period of an idle watchdog; of the monitor
-#define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)   // for late members to show their operations
-#define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)   // for data of a rank that has shut down
-#define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000)  // for communicators to end
-#ifndef FSDPI_NCCL_PATIENCE_NS                      // a test waits longer: its machine may be slow
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000) // for peers to close a comm, too
+#define FSDPI_NCCL_WORKS     1024                  // operations that are watched
+#define FSDPI_NCCL_LARGE     ((size_t)1 << 20)     // bytes from which on memory is registered
+#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)   // period of the watchdog
+#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)  // period of an idle watchdog; of the monitor
+#define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)  // for late members to show their operations
+#define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)  // for data of a rank that has shut down
+#define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000) // for communicators to end
+#ifndef FSDPI_NCCL_CLOSE_NS                        // a test waits longer: its machine may be slow
+#define FSDPI_NCCL_CLOSE_NS ((int64_t)500000000)   // for peers to close a comm, too
 #endif
 #define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end a comm: its threads sleep
 #define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
@@ -196,7 +196,7 @@ typedef struct fsdpi_nccl_world {
     int64_t comm_bytes; // all comms together: caps.comm_bytes
     fsdpi_cuda_place place;
     int is_left;          // 1: the watchdog hangs and uses this block; do not call CUDA
-    int64_t patience_ns;  // time left for the close handshakes of all comms together
+    int64_t close_ns;     // time left for the close handshakes of all comms together
     uint32_t issue;       // lock: one thread at a time calls NCCL
     uint32_t lock;        // guards comms and registrations
     uint32_t flight_lock; // guards entries of `flights`
@@ -1501,7 +1501,7 @@ static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
     char key[64];
     fsdpi_nccl_bye_key(key, sizeof key, c, k);
     (void)fsdpi_store_set_within(fsdpi_store_world_of(&c->base)->store, key, &says, 1,
-                                 FSDPI_NCCL_PATIENCE_NS);
+                                 FSDPI_NCCL_CLOSE_NS);
 }
 
 // Returns 1 if member k, or for k == size member 0's reply, agrees to close before `until`.
@@ -1534,11 +1534,11 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
 // Runs the close handshake of a comm. Returns 1 if all its members close it.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->patience_ns;
+    if (w->close_ns <= 0 || c->base.size == 1) return c->base.size == 1;
+    int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->close_ns;
     int all = c->base.index == 0 ? fsdpi_nccl_bye_of_all(c, until)
                                  : fsdpi_nccl_bye_of_one(c, until);
-    w->patience_ns = all ? until - fsdpi_boot_now(fsdpi_nccl_boot(w)) : 0;
+    w->close_ns = all ? until - fsdpi_boot_now(fsdpi_nccl_boot(w)) : 0;
     return all;
 }
 
@@ -1573,7 +1573,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     call->out = nccl;
     if (!fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w),
                             aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS, aborts ? NULL : w))
-        w->patience_ns = 0;
+        w->close_ns = 0;
 }
 
 // Waits after a failure for operations of calls without a stream, which end with their
@@ -1766,7 +1766,7 @@ static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
 static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
+    w->close_ns = FSDPI_NCCL_CLOSE_NS;
     w->base.base.caps.comm_bytes = &w->comm_bytes;
     fsdp_status status = fsdpi_nccl_read_environment(base);
     if (status) return status;

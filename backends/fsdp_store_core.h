@@ -2,7 +2,7 @@
 
    The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
    fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
-   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
+   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PROOF_NS.
    Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
      fsdp_store.h (fsdpi_store_after) and 1 other file.
 
@@ -465,7 +465,7 @@ static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
     fsdpi_conn *conn = (fsdpi_conn *)fsdpi_alloc(&core->allocator, sizeof *conn);
     if (!conn) return NULL;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PATIENCE);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PROOF_NS);
     memcpy(conn->nonce, nonce, sizeof conn->nonce);
     conn->next = core->conns;
     core->conns = conn;

@@ -34,7 +34,7 @@
 #define FSDPI_STORE_STRANGERS   64                          // connections that are not ranks'
 #define FSDPI_STORE_BUCKETS     1024
 #define FSDPI_STORE_PORTS       17                    // ports that are tried
-#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // for an untrusted peer to prove itself
+#define FSDPI_STORE_PROOF_NS    ((int64_t)5000000000) // for an untrusted peer to prove itself
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a server to prove itself
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for BYE to be sent
 #define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for CLOSING to be read: TCP may resend it

@@ -128,8 +128,8 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
 
 // Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline.
 // Never returns AWAITED.
-static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
-    int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
+static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t close_ns) {
+    int64_t until = fsdpi_boot_now(c->boot) + close_ns;
     int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
     int cause;
     while ((cause = fsdpi_store_world_cause(c, who, until < deadline ? until : deadline)) ==

@@ -265,11 +265,11 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         k->left = 0;
         p->differ = 0;
     }
-    if (p->mode == FSDP_PLAN_EAGER && k && k->left >= FSDPI_PLAN_PATIENCE) {
+    if (p->mode == FSDP_PLAN_EAGER && k && k->left >= FSDPI_PLAN_MOST_MISSES) {
         fsdpi_plan_drop_kind(p, k);
         p->differ++;
     }
-    if (p->differ >= FSDPI_PLAN_PATIENCE) {
+    if (p->differ >= FSDPI_PLAN_MOST_MISSES) {
         char text[FSDPI_PLAN_TEXT];
         snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
         fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);

@@ -120,7 +120,7 @@ typedef struct fsdpi_plan_unit {
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
     FSDPI_PLAN_JOINED = 64,          // most units in one bucket
-    FSDPI_PLAN_PATIENCE = 3,         // consecutive steps that leave a plan or cannot be recorded
+    FSDPI_PLAN_MOST_MISSES = 3,         // consecutive steps that leave a plan or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // bytes of slots, if the desc has no limit
 };
 
