@@ -28,8 +28,8 @@
 #include <sys/socket.h>
 
 enum {
-    FSDPI_CONN_STRANGER, // has not proven the token
-    FSDPI_CONN_PROVEN,   // has proven the token, and has not given its rank
+    FSDPI_CONN_UNTRUSTED, // has not proven the token
+    FSDPI_CONN_PROVEN,    // has proven the token, and has not given its rank
     FSDPI_CONN_RANK,
     FSDPI_CONN_ENDING, // `out` is still sent
     FSDPI_CONN_BROKEN  // must be closed and disconnected at once
@@ -512,7 +512,7 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
             fsdpi_store_core_cut_off(core, conn, now);
             return;
         }
-        if (conn->state == FSDPI_CONN_STRANGER) fsdpi_store_core_prove(core, conn, &f, now);
+        if (conn->state == FSDPI_CONN_UNTRUSTED) fsdpi_store_core_prove(core, conn, &f, now);
         else if (!fsdpi_seal_open(&conn->seal_in, &f)) fsdpi_store_core_cut_off(core, conn, now);
         else if (conn->state == FSDPI_CONN_PROVEN) fsdpi_store_core_hello(core, conn, &f, now);
         else fsdpi_store_core_frame(core, conn, &f, now);
@@ -586,7 +586,7 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
 // Returns the worth of a connection, from 0, which is being refused, to 3, a rank's.
 static int fsdpi_conn_worth(const fsdpi_conn *conn) {
     if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: it has the right token
-    return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_STRANGER;
+    return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_UNTRUSTED;
 }
 
 /* Closes the oldest of the least valuable connections, if there are too many. So connections that

@@ -1555,7 +1555,7 @@ static void job_goes_on(const attack *row) {
     run(s, attacked);
     CHECK_MSG(s->flags[4] < slack(1500), "an exchange took %d ms", s->flags[4]);
 }
-TEST_P(store_strangers, job_goes_on, attacks, SLOW) { job_goes_on(row); }
+TEST_P(store_untrusted, job_goes_on, attacks, SLOW) { job_goes_on(row); }
 TEST_P(long_store, job_goes_on, more_attacks, NIGHT) { job_goes_on(row); }
 
 /* A connection that sends nothing is closed after 5 s. */
@@ -1779,7 +1779,7 @@ static void with_bad_member(int rank, int world, void *arg) {
     fsdpi_store_close(c.store);
     CHECK_EQ_INT(t.heap.live, 0);
 }
-TEST_P(store_strangers, bad_member, bad_members, SLOW) {
+TEST_P(store_untrusted, bad_member, bad_members, SLOW) {
     setup *s = make_setup(AT_IPV4, 3, 0, 20000);
     if (W_SLOW && row->kind == B_GREEDY) SKIP("half a minute with a sanitizer");
     s->extra = row;

@@ -357,7 +357,7 @@ TEST(trust, untrusted_peers_are_evicted_first) {
         CHECK_EQ_INT(refused[i]->state, FSDPI_CONN_BROKEN);
         fsdpi_store_core_disconnect(&core, refused[i], 0);
     }
-    CHECK_EQ_INT(newcomer->state, FSDPI_CONN_STRANGER);
+    CHECK_EQ_INT(newcomer->state, FSDPI_CONN_UNTRUSTED);
     fsdpi_store_core_close(&core);
 }
 
