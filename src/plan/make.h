@@ -428,12 +428,12 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, f
 // Refuses a plan if the step depends on more than options and states.
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *eager) {
     char text[FSDPI_PLAN_TEXT] = "";
-    const fsdp_unit *stranger;
-    (void)fsdpi_plan_mesh_info(p, &stranger);
-    if (stranger)
+    const fsdp_unit *outside;
+    (void)fsdpi_plan_mesh_info(p, &outside);
+    if (outside)
         snprintf(text, sizeof text,
                  "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
-                 fsdp_unit_label(stranger));
+                 fsdp_unit_label(outside));
     for (int i = 0; i < eager->num_ops && !text[0]; i++)
         if (p->mode_of_world == FSDP_RUN_STREAMS && eager->ops[i].label == FSDP_LABEL_GRAD_HOOK)
             snprintf(text, sizeof text,
