@@ -1489,7 +1489,7 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
     int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_CLOSE_NS;
-    int64_t *patience = c->base.is_world ? &own : &w->close_ns;
+    int64_t *left_ns = c->base.is_world ? &own : &w->close_ns;
     fsdpi_describe(&c->base, NULL, "");
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
@@ -1499,11 +1499,11 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
         (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
     }
     for (int k = 0; k < c->base.size; k++) {
-        int64_t left = *patience - (fsdpi_boot_now(boot) - start);
+        int64_t left = *left_ns - (fsdpi_boot_now(boot) - start);
         if (fsdpi_gloo_is_far(c, k) && left > 0)
             (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
-    if (fsdpi_boot_now(boot) - start >= *patience) *patience = 0;
+    if (fsdpi_boot_now(boot) - start >= *left_ns) *left_ns = 0;
     for (int k = 0; k < c->base.size; k++) // queued messages would be lost with the context
         if (fsdpi_gloo_is_far(c, k)) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
 }

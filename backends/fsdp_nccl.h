@@ -781,8 +781,8 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_signature record;
     if (!c->error_ns) c->error_ns = fsdpi_boot_now(c->base.boot);
-    int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
-    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
+    int64_t wait_ns = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
+    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, wait_ns));
     if (cause >= 0 && c->done < c->seq) {
         (void)fsdpi_nccl_doing(w, c, &record);
         fsdpi_nccl_tell_left(c, cause, &record);

@@ -210,8 +210,8 @@ static int fsdpi_store_say_hello(fsdpi_store *s, int64_t deadline) {
 
 // One attempt at one address.
 typedef struct fsdpi_store_try {
-    int64_t deadline, patience; // `patience`: timeout of a silent server
-    int decided, later, why;    // later: try this address again; why: errno, or 0
+    int64_t deadline, silence_ns; // silence_ns: timeout of a silent server
+    int decided, later, why;      // later: try this address again; why: errno, or 0
     fsdp_status status;
     fsdpi_text said; // the finding at each address
 } fsdpi_store_try;
@@ -244,7 +244,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
 }
 
 static int64_t fsdpi_store_soon(const fsdpi_store *s, const fsdpi_store_try *t) {
-    int64_t soon = fsdpi_store_after(fsdpi_store_now(s), t->patience);
+    int64_t soon = fsdpi_store_after(fsdpi_store_now(s), t->silence_ns);
     return soon < t->deadline ? soon : t->deadline;
 }
 
@@ -293,7 +293,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     t->why = fsdpi_store_connect(s, p, fsdpi_store_soon(s, t));
     if (t->why) {
         // Most ports refuse, or are silent as the one before: the text does not name them.
-        int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
+        int is_news = t->why != ECONNREFUSED && t->silence_ns == FSDPI_STORE_KNOCK_NS;
         if (is_news || !t->said.used) fsdpi_text_add(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
         fsdpi_text_add(&t->said, "; %s is served by another user", name);
@@ -409,7 +409,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
         for (int i = 0; i < count && fd < 0 && !t->decided && !t->later; i++) {
             fsdpi_store_place at = list[i];
             fsdpi_store_set_port(&at, port);
-            t->patience = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
+            t->silence_ns = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
             fsdpi_store_knock(s, &at, t);
             slow[i] = slow[i] || t->why == ETIMEDOUT; // then all ports of this host are slow
         }
