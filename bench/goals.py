@@ -282,8 +282,8 @@ def wire():
                     x["faster"] = float(y["pass_us"]) / float(x["pass_us"])
                 lines.append(point(f"{rate[:-4]} Gbit/s", name, series, found, "faster", "faster",
                                    "faster", "", times=["pass_us"]))
-    write("wire", "Lanes beside inline, over a wire that takes time", "times faster than inline, "
-          "forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
+    write("wire", "Worker threads compared with inline, over a wire that takes time",
+          "times faster than inline, forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
           "FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 bench/slow_wire.sh 10gbit (and 2gbit) " +
           " ".join(command[2:]), "higher", lines, spread="the range of the runs", note=OF_THREADS,
           scale="linear")
