@@ -165,7 +165,7 @@ static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t t
     while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
         (void)cudaGetLastError(); // "not ready" is no failure of a later call
         if (fsdpi_boot_now(boot) - start > timeout_ns) {
-            if (boot->stuck) FSDPI_STORE(boot->stuck, 1u);
+            if (boot->hung) FSDPI_STORE(boot->hung, 1u);
             return 0;
         }
         fsdpi_sleep_ns(FSDPI_CUDA_NAP_NS);
@@ -230,7 +230,7 @@ static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int 
     if (status == FSDP_ERR_BACKEND) // the work may still run, and its memory is freed next
         (void)fsdpi_cuda_idle(at->boot, on, at->boot->timeout_ns);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
-    if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
+    if (at->boot->hung) FSDPI_STORE(at->boot->hung, 1u);
     return fsdpi_cuda_late(at);
 }
 

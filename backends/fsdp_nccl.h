@@ -1145,7 +1145,7 @@ static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
                    "rank %d: [E830] NCCL has not returned from ending a registration within %.1f "
                    "s: set FSDP_NCCL_REGISTER=0",
                    fsdpi_nccl_boot(w)->rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
-    if (fsdpi_nccl_boot(w)->stuck) FSDPI_STORE(fsdpi_nccl_boot(w)->stuck, 1u);
+    if (fsdpi_nccl_boot(w)->hung) FSDPI_STORE(fsdpi_nccl_boot(w)->hung, 1u);
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 

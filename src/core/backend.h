@@ -21,7 +21,7 @@ struct fsdp_threads {
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // not 0: the device's work does not end, so do not free its memory
+    uint32_t *hung;        // not 0: the device's work does not end, so do not free its memory
     const char *job;
     const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this

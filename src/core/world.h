@@ -269,7 +269,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
-    w->boot.stuck = &w->hung;
+    w->boot.hung = &w->hung;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
     w->boot.clock = d->clock;
