@@ -1558,7 +1558,7 @@ static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
     fsdp_status status = fsdpi_local_find(&c->base, &w->hosts);
     if (!status && w->hosts.comm_threads) {
         w->base.base.caps.default_comm_threads = w->hosts.comm_threads;
-        w->base.base.caps.because = w->hosts.comm_threads == 1
+        w->base.base.caps.mode_reason = w->hosts.comm_threads == 1
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
