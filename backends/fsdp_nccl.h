@@ -1171,7 +1171,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->lock);
     while ((r = mine) != NULL) {
         mine = r->next;
-        if (!fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && !fsdpi_nccl_unregister(w, r))
+        if (!fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && !fsdpi_nccl_unregister(w, r))
             fsdpi_nccl_kept(w);
         fsdpi_free(&fsdpi_nccl_boot(w)->allocator, r);
     }
@@ -1550,7 +1550,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     int ends = c->nccl != NULL;
     fsdpi_unlock(&w->lock);
     ends = ends && w->base.store && !fsdpi_nccl_failed(w) &&
-           !fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
+           !fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
     if (w->base.store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on the monitor does not use it
@@ -1590,7 +1590,7 @@ static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     if (w->is_left) return;
     fsdpi_nccl_rest(w);
     fsdpi_nccl_unregister_all(w, NULL, chunk->base);
-    if (fsdpi_boot_is_stuck(&base->boot)) return;
+    if (fsdpi_boot_is_hung(&base->boot)) return;
 #if NCCL_VERSION_CODE >= 21900
     if (chunk->at == FSDPI_NCCL_OWN) {
         (void)ncclMemFree(chunk->base);

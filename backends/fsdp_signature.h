@@ -95,7 +95,7 @@ static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
 }
 
 // Returns 1 if the device hangs: its memory then stays until the process ends.
-static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
+static FSDPI_UNUSED int fsdpi_boot_is_hung(const fsdp_boot *boot) {
     return boot->hung && FSDPI_LOAD(boot->hung);
 }
 
