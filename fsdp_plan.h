@@ -188,11 +188,11 @@ typedef struct fsdp_plan_times {
 } fsdp_plan_times;
 
 /* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
-   by_calls    1: a dry run of the eager step, between two steps, with the model's current options
-   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; by_calls: INVALID_STATE (a unit is not idle, or
+   eager       1: a dry run of the eager step, between two steps, with the model's current options
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; eager: INVALID_STATE (a unit is not idle, or
                options are not those of the plan)
-   Collective  no      Blocks by_calls: for operations under way      Allocates temporary tables */
-FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+   Collective  no      Blocks eager: for operations under way      Allocates temporary tables */
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int eager,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out);
 
 /* fsdp_pass_name - "keep"; "?" out of range

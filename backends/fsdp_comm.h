@@ -78,11 +78,11 @@ typedef struct fsdpi_transport {
     fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
 
     /* Failure: the first error of the world, equal on all ranks. `tell` sets it, if there is none
-       yet, and ends all waits. `verdict` reads it, and returns 0 if there is none. `ask` fills *out
+       yet, and ends all waits. `failure` reads it, and returns 0 if there is none. `ask` fills *out
        with the known state of a rank of the world, and returns 0 if there is no answer. Any thread
        may call these functions. */
     void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
-    int (*verdict)(fsdpi_comm_world *w, fsdpi_failure *out);
+    int (*failure)(fsdpi_comm_world *w, fsdpi_failure *out);
     int (*ask)(fsdpi_comm *c, int rank, fsdpi_peer *out);
 
     /* Memory that peers may read, zero-filled. `take` reads chunk->size and fills the other fields;
@@ -153,7 +153,7 @@ static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
 static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_failure v;
     char subject[sizeof v.subject];
-    if (!c->world->transport->verdict(c->world, &v)) {
+    if (!c->world->transport->failure(c->world, &v)) {
         (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
                                "[E298] a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);

@@ -162,15 +162,15 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
    work does not end in time, marks the device as hung, and returns 0: no memory is freed. */
 static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
     int64_t start = fsdpi_boot_now(boot);
-    while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
+    while (!fsdpi_boot_is_hung(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
         (void)cudaGetLastError(); // "not ready" is no failure of a later call
         if (fsdpi_boot_now(boot) - start > timeout_ns) {
-            if (boot->stuck) FSDPI_STORE(boot->stuck, 1u);
+            if (boot->hung) FSDPI_STORE(boot->hung, 1u);
             return 0;
         }
         fsdpi_sleep_ns(FSDPI_CUDA_NAP_NS);
     }
-    return !fsdpi_boot_is_stuck(boot);
+    return !fsdpi_boot_is_hung(boot);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -230,7 +230,7 @@ static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t on, int 
     if (status == FSDP_ERR_BACKEND) // the work may still run, and its memory is freed next
         (void)fsdpi_cuda_idle(at->boot, on, at->boot->timeout_ns);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
-    if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
+    if (at->boot->hung) FSDPI_STORE(at->boot->hung, 1u);
     return fsdpi_cuda_late(at);
 }
 
@@ -267,7 +267,7 @@ static fsdp_status fsdpi_cuda_prepare(fsdpi_cuda_device *d) {
 static void fsdpi_cuda_close(fsdp_device *device) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     fsdp_allocator allocator = d->boot.allocator;
-    for (int i = 0; i < d->num_arrays && !fsdpi_boot_is_stuck(&d->boot); i++)
+    for (int i = 0; i < d->num_arrays && !fsdpi_boot_is_hung(&d->boot); i++)
         (void)cudaFree(d->partials[i]);
     fsdpi_cuda_place_close(&d->place);
     fsdpi_free(&allocator, d);
@@ -313,7 +313,7 @@ static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr)
 // Fills with zeros. If the device hangs, does nothing: the world has failed, and nothing reads the
 // memory.
 static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
-    if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
+    if (fsdpi_boot_is_hung(at->boot)) return FSDP_OK;
     return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
                              "filling memory with zeros");
 }
@@ -329,14 +329,14 @@ static fsdp_status fsdpi_cuda_alloc(fsdp_device *device, int kind, size_t size, 
     fsdp_status status = fsdpi_cuda_get(at, size, ptr);
     if (!status) status = fsdpi_cuda_fill(at, *ptr, size);
     if (!status) return FSDP_OK;
-    if (*ptr && !fsdpi_boot_is_stuck(at->boot)) (void)cudaFree(*ptr);
+    if (*ptr && !fsdpi_boot_is_hung(at->boot)) (void)cudaFree(*ptr);
     *ptr = NULL;
     return status;
 }
 
 static void fsdpi_cuda_free(fsdp_device *device, int kind, void *ptr, size_t size) {
     (void)size;
-    if (fsdpi_boot_is_stuck(&fsdpi_cuda_of(device)->boot)) return;
+    if (fsdpi_boot_is_hung(&fsdpi_cuda_of(device)->boot)) return;
     (void)(kind == FSDP_MEMORY_PINNED ? cudaFreeHost(ptr) : cudaFree(ptr));
 }
 

@@ -170,7 +170,7 @@ static void fsdpi_fake_tell(fsdpi_comm *c, fsdp_status status, const char *subje
     fsdpi_unlock(&w->lock);
 }
 
-static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
+static int fsdpi_fake_failure(fsdpi_comm_world *base, fsdpi_failure *out) {
     fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
     fsdpi_lock(&w->lock); // a thread that sets the failure has ended
     *out = w->why;
@@ -278,7 +278,7 @@ static const fsdpi_transport fsdpi_fake_transport = {
     {FSDPI_FAKE_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_fake_open_world, NULL, fsdpi_fake_connect, fsdpi_fake_leave, fsdpi_fake_close,
     NULL, NULL, fsdpi_fake_move, NULL,
-    fsdpi_fake_tell, fsdpi_fake_verdict, NULL,
+    fsdpi_fake_tell, fsdpi_fake_failure, NULL,
     fsdpi_fake_take, fsdpi_fake_give, fsdpi_advise_host};
 // clang-format on
 

@@ -126,7 +126,7 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
 #define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: each has a timeout
-#define FSDPI_GLOO_GOODBYE_NS 500000000          // close handshakes: all groups; then the world
+#define FSDPI_GLOO_CLOSE_NS 500000000          // close handshakes: all groups; then the world
 #define FSDPI_GLOO_GRACE      20                 // ms for messages sent before a failure
 #define FSDPI_GLOO_ALONE_NS   200000000          // wait after the store's end, see fsdpi_gloo_lost
 #define FSDPI_GLOO_CALLERS    64       // most connections at a time without proof of the token
@@ -147,7 +147,7 @@ typedef struct fsdpi_gloo_world {
     fsdpi_local_hosts hosts;
     fsdpi_comm *local;     // the ranks of this host; NULL: there are no others
     fsdpi_activity trace; // until near has one
-    int64_t patience_ns;  // time left for the close handshakes of all groups together
+    int64_t close_ns;  // time left for the close handshakes of all groups together
     uint32_t lock;        // guards the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
@@ -272,7 +272,7 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     // loss before this rank closes its connections, too.
     int cause = fsdpi_store_world_await_cause(
         &c->base, k, fsdpi_store_ended(store) ? FSDPI_GLOO_ALONE_NS : FSDPI_STORE_CAUSE_NS);
-    if (cause == FSDPI_CAUSE_VERDICT) return fsdpi_comm_report(&c->base);
+    if (cause == FSDPI_CAUSE_FAILURE) return fsdpi_comm_report(&c->base);
     return fsdpi_gloo_gone(c, k, cause == k ? "has shut down" : text, cause != k);
 }
 
@@ -1485,8 +1485,8 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
-    int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_GOODBYE_NS;
-    int64_t *patience = c->base.is_world ? &own : &w->patience_ns;
+    int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_CLOSE_NS;
+    int64_t *left_ns = c->base.is_world ? &own : &w->close_ns;
     fsdpi_describe(&c->base, NULL, "");
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
@@ -1496,11 +1496,11 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
         (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
     }
     for (int k = 0; k < c->base.size; k++) {
-        int64_t left = *patience - (fsdpi_boot_now(boot) - start);
+        int64_t left = *left_ns - (fsdpi_boot_now(boot) - start);
         if (fsdpi_gloo_is_far(c, k) && left > 0)
             (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
-    if (fsdpi_boot_now(boot) - start >= *patience) *patience = 0;
+    if (fsdpi_boot_now(boot) - start >= *left_ns) *left_ns = 0;
     for (int k = 0; k < c->base.size; k++) // queued messages would be lost with the context
         if (fsdpi_gloo_is_far(c, k)) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
 }
@@ -1555,7 +1555,7 @@ static fsdp_status fsdpi_gloo_connect_local(fsdpi_gloo_comm *c) {
     fsdp_status status = fsdpi_local_find(&c->base, &w->hosts);
     if (!status && w->hosts.comm_threads) {
         w->base.base.caps.default_comm_threads = w->hosts.comm_threads;
-        w->base.base.caps.because = w->hosts.comm_threads == 1
+        w->base.base.caps.mode_reason = w->hosts.comm_threads == 1
                                         ? "as ranks are on several hosts"
                                         : "as ranks are on several hosts, with two cores for each";
     }
@@ -1600,7 +1600,7 @@ static void fsdpi_gloo_give_memory(fsdpi_comm_world *base, const fsdpi_chunk *ch
 static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
+    w->close_ns = FSDPI_GLOO_CLOSE_NS;
     base->world->trace = &w->trace;
     fsdpi_comm_begin(base);
     return fsdpi_comm_end(base, fsdpi_gloo_connect_world(c));
@@ -1619,7 +1619,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
-    fsdpi_gloo_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
+    fsdpi_gloo_tell, fsdpi_store_world_failure, fsdpi_store_world_ask,
     fsdpi_gloo_take_memory, fsdpi_gloo_give_memory, fsdpi_advise_host};
 // clang-format on
 

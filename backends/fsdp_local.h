@@ -89,7 +89,7 @@ static void fsdpi_local_tell(fsdpi_comm *c, fsdp_status status, const char *subj
     const int64_t until = fsdpi_boot_now(c->boot) + FSDPI_STORE_ABORT_NS;
     fsdpi_failure first;
     fsdpi_shm_tell(c, status, subject, reason);
-    (void)fsdpi_shm_verdict(c->world, &first); // shared memory has a failure now
+    (void)fsdpi_shm_failure(c->world, &first); // shared memory has a failure now
     int is_first = first.rank == c->boot->rank;
     while (!is_first && !fsdpi_store_ended(store) && fsdpi_boot_now(c->boot) < until)
         fsdpi_sleep_ns(1000000);
@@ -98,7 +98,7 @@ static void fsdpi_local_tell(fsdpi_comm *c, fsdp_status status, const char *subj
 }
 
 static int fsdpi_local_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
-    return fsdpi_store_world_verdict(&fsdpi_local_outer(w)->base, out);
+    return fsdpi_store_world_failure(&fsdpi_local_outer(w)->base, out);
 }
 
 // Reads the state of a rank from the store, which also has the time of its last beat. If the store

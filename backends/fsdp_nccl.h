@@ -118,15 +118,15 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_NCCL_WORKS     1024                   // operations that are watched
-#define FSDPI_NCCL_LARGE     ((size_t)1 << 20)      // bytes from which on memory is registered
-#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)    // period of the watchdog
-#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)   // period of an idle watchdog; of the monitor
-#define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)   // for late members to show their operations
-#define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)   // for data of a rank that has shut down
-#define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000)  // for communicators to end
-#ifndef FSDPI_NCCL_PATIENCE_NS                      // a test waits longer: its machine may be slow
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000) // for peers to close a comm, too
+#define FSDPI_NCCL_WORKS     1024                  // operations that are watched
+#define FSDPI_NCCL_LARGE     ((size_t)1 << 20)     // bytes from which on memory is registered
+#define FSDPI_NCCL_PERIOD_NS ((int64_t)20000000)   // period of the watchdog
+#define FSDPI_NCCL_IDLE_NS   ((int64_t)100000000)  // period of an idle watchdog; of the monitor
+#define FSDPI_NCCL_SHOW_NS   ((int64_t)500000000)  // for late members to show their operations
+#define FSDPI_NCCL_LEFT_NS   ((int64_t)200000000)  // for data of a rank that has shut down
+#define FSDPI_NCCL_ABORT_NS  ((int64_t)2000000000) // for communicators to end
+#ifndef FSDPI_NCCL_CLOSE_NS                        // a test waits longer: its machine may be slow
+#define FSDPI_NCCL_CLOSE_NS ((int64_t)500000000)   // for peers to close a comm, too
 #endif
 #define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end a comm: its threads sleep
 #define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
@@ -196,7 +196,7 @@ typedef struct fsdpi_nccl_world {
     int64_t comm_bytes; // all comms together: caps.comm_bytes
     fsdpi_cuda_place place;
     int is_left;          // 1: the watchdog hangs and uses this block; do not call CUDA
-    int64_t patience_ns;  // time left for the close handshakes of all comms together
+    int64_t close_ns;     // time left for the close handshakes of all comms together
     uint32_t issue;       // lock: one thread at a time calls NCCL
     uint32_t lock;        // guards comms and registrations
     uint32_t flight_lock; // guards entries of `flights`
@@ -781,8 +781,8 @@ static void fsdpi_nccl_error(fsdpi_nccl_comm *c, ncclResult_t result) {
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_signature record;
     if (!c->error_ns) c->error_ns = fsdpi_boot_now(c->base.boot);
-    int64_t patience = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
-    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, patience));
+    int64_t wait_ns = fsdpi_nccl_is_anonymous(result) ? FSDPI_STORE_CAUSE_NS : 0;
+    int cause = fsdpi_store_world_cause(&c->base, -1, fsdpi_store_after(c->error_ns, wait_ns));
     if (cause >= 0 && c->done < c->seq) {
         (void)fsdpi_nccl_doing(w, c, &record);
         fsdpi_nccl_tell_left(c, cause, &record);
@@ -1145,7 +1145,7 @@ static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
                    "rank %d: [E830] NCCL has not returned from ending a registration within %.1f "
                    "s: set FSDP_NCCL_REGISTER=0",
                    fsdpi_nccl_boot(w)->rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
-    if (fsdpi_nccl_boot(w)->stuck) FSDPI_STORE(fsdpi_nccl_boot(w)->stuck, 1u);
+    if (fsdpi_nccl_boot(w)->hung) FSDPI_STORE(fsdpi_nccl_boot(w)->hung, 1u);
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
@@ -1171,7 +1171,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->lock);
     while ((r = mine) != NULL) {
         mine = r->next;
-        if (!fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && !fsdpi_nccl_unregister(w, r))
+        if (!fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && !fsdpi_nccl_unregister(w, r))
             fsdpi_nccl_kept(w);
         fsdpi_free(&fsdpi_nccl_boot(w)->allocator, r);
     }
@@ -1501,7 +1501,7 @@ static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
     char key[64];
     fsdpi_nccl_bye_key(key, sizeof key, c, k);
     (void)fsdpi_store_set_within(fsdpi_store_world_of(&c->base)->store, key, &says, 1,
-                                 FSDPI_NCCL_PATIENCE_NS);
+                                 FSDPI_NCCL_CLOSE_NS);
 }
 
 // Returns 1 if member k, or for k == size member 0's reply, agrees to close before `until`.
@@ -1534,11 +1534,11 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
 // Runs the close handshake of a comm. Returns 1 if all its members close it.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->patience_ns;
+    if (w->close_ns <= 0 || c->base.size == 1) return c->base.size == 1;
+    int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->close_ns;
     int all = c->base.index == 0 ? fsdpi_nccl_bye_of_all(c, until)
                                  : fsdpi_nccl_bye_of_one(c, until);
-    w->patience_ns = all ? until - fsdpi_boot_now(fsdpi_nccl_boot(w)) : 0;
+    w->close_ns = all ? until - fsdpi_boot_now(fsdpi_nccl_boot(w)) : 0;
     return all;
 }
 
@@ -1550,7 +1550,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     int ends = c->nccl != NULL;
     fsdpi_unlock(&w->lock);
     ends = ends && w->base.store && !fsdpi_nccl_failed(w) &&
-           !fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
+           !fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
     if (w->base.store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on the monitor does not use it
@@ -1573,7 +1573,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     call->out = nccl;
     if (!fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w),
                             aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS, aborts ? NULL : w))
-        w->patience_ns = 0;
+        w->close_ns = 0;
 }
 
 // Waits after a failure for operations of calls without a stream, which end with their
@@ -1590,7 +1590,7 @@ static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     if (w->is_left) return;
     fsdpi_nccl_rest(w);
     fsdpi_nccl_unregister_all(w, NULL, chunk->base);
-    if (fsdpi_boot_is_stuck(&base->boot)) return;
+    if (fsdpi_boot_is_hung(&base->boot)) return;
 #if NCCL_VERSION_CODE >= 21900
     if (chunk->at == FSDPI_NCCL_OWN) {
         (void)ncclMemFree(chunk->base);
@@ -1766,7 +1766,7 @@ static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
 static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
-    w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
+    w->close_ns = FSDPI_NCCL_CLOSE_NS;
     w->base.base.caps.comm_bytes = &w->comm_bytes;
     fsdp_status status = fsdpi_nccl_read_environment(base);
     if (status) return status;
@@ -1835,7 +1835,7 @@ static const fsdpi_transport fsdpi_nccl_transport = {
     {FSDPI_NCCL_KINDS, 0, 2, 0, NULL, NULL},
     fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
     fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
-    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_ask,
+    fsdpi_nccl_tell, fsdpi_store_world_failure, fsdpi_store_world_ask,
     fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
 // clang-format on
 

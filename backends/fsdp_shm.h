@@ -75,7 +75,7 @@ static const fsdpi_transport fsdpi_shm_transport = {
     {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2, 0, NULL, NULL},
     fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
     fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
-    fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_ask,
+    fsdpi_shm_tell, fsdpi_shm_failure, fsdpi_shm_ask,
     fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
 // clang-format on
 

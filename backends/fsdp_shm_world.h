@@ -105,8 +105,8 @@ typedef struct fsdpi_shm_control {
     uint64_t top;  // [relaxed] processes: file offset of the next group's block
     uint32_t refs; // [release]
     int32_t size;
-    uint32_t failed; // [release] 1: a rank is writing `verdict`, 2: it is written
-    fsdpi_failure verdict;
+    uint32_t failed; // [release] 1: a rank is writing `failure`, 2: it is written
+    fsdpi_failure failure;
     // threads
     fsdpi_shm_block *blocks;
     fsdp_allocator allocator;
@@ -177,15 +177,15 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
                            const char *reason) {
     const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    fsdpi_failure *verdict = &w->control->verdict;
+    fsdpi_failure *failure = &w->control->failure;
     uint32_t none = 0;
     if (__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
                                     __ATOMIC_ACQUIRE)) {
-        verdict->status = (int32_t)status;
-        verdict->rank = base->boot->rank;
-        verdict->lost = -1;
-        fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
-        fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+        failure->status = (int32_t)status;
+        failure->rank = base->boot->rank;
+        failure->lost = -1;
+        fsdpi_copy_name(failure->subject, sizeof failure->subject, subject);
+        fsdpi_copy_name(failure->reason, sizeof failure->reason, reason);
         FSDPI_STORE(&w->control->failed, 2u);
     }
     // Ranks that sleep in other groups see the failure after at most FSDPI_SHM_SLICE_NS.
@@ -194,11 +194,11 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
     if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_failure *out) {
+static int fsdpi_shm_failure(fsdpi_comm_world *base, fsdpi_failure *out) {
     const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
     for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
     uint32_t failed = FSDPI_LOAD(&control->failed);
-    if (failed == 2) *out = control->verdict;
+    if (failed == 2) *out = control->failure;
     if (failed != 1) return failed == 2;
     memset(out, 0, sizeof *out);
     out->status = FSDP_ERR_ABORTED;

@@ -75,8 +75,8 @@ static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
 }
 
 // Returns 1 if the device hangs: its memory then stays until the process ends.
-static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
-    return boot->stuck && FSDPI_LOAD(boot->stuck);
+static FSDPI_UNUSED int fsdpi_boot_is_hung(const fsdp_boot *boot) {
+    return boot->hung && FSDPI_LOAD(boot->hung);
 }
 
 static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const char *text) {

@@ -48,11 +48,11 @@
                            the server forgets it: the client has its own clock
        BEAT       client   i32 busy (fsdpi_peer), i64 since, text: the rank's operation
        ASK        client   i32 rank: requests its state, and the time since its last frame
-       ABORT      client   as VERDICT
+       ABORT      client   as FAILURE
        BYE        client   the rank leaves in order; the server closes the connection
        JOINED     push     all ranks have joined; a text: an address of the server's host, or empty
        LEFT       push     i32 rank
-       VERDICT    push     the failure: i32 status, i32 rank that sent it, i32 rank that is lost,
+       FAILURE    push     the failure: i32 status, i32 rank that sent it, i32 rank that is lost,
                            subject, 0, reason
        CLOSING    push     the server ends
 
@@ -101,7 +101,7 @@
 typedef struct fsdpi_store fsdpi_store;
 
 // A rank's connection. Before the thread runs, open uses the socket; afterwards only the thread
-// does. `lock` guards the fields out, requests and `verdict`.
+// does. `lock` guards the fields out, requests and `failure`.
 
 typedef struct fsdpi_store_request {
     struct fsdpi_store_request *next;
@@ -124,7 +124,7 @@ struct fsdpi_store {
     uint32_t lock, next_id, changed; // changed: counts events; callers sleep on it
     uint32_t joined, gone, leaving, judged;
     fsdpi_store_request *requests;
-    fsdpi_failure verdict;   // valid if judged
+    fsdpi_failure failure;   // valid if judged
     const char *why;         // reason of a broken connection, whose server may live; or NULL
     uint8_t *left;           // [size]
     fsdpi_store_place local; // local address of the connection
@@ -209,8 +209,8 @@ static int fsdpi_store_say_hello(fsdpi_store *s, int64_t deadline) {
 
 // One attempt at one address.
 typedef struct fsdpi_store_try {
-    int64_t deadline, patience; // `patience`: timeout of a silent server
-    int decided, later, why;    // later: try this address again; why: errno, or 0
+    int64_t deadline, silence_ns; // silence_ns: timeout of a silent server
+    int decided, later, why;      // later: try this address again; why: errno, or 0
     fsdp_status status;
     fsdpi_text said; // the finding at each address
 } fsdpi_store_try;
@@ -223,7 +223,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         s->server_rank = fsdpi_le_i32(f->value);
         t->decided = 1;
         t->status = FSDP_OK;
-    } else if (f->op == FSDPI_STORE_VERDICT && fsdpi_failure_get(f, &v)) {
+    } else if (f->op == FSDPI_STORE_FAILURE && fsdpi_failure_get(f, &v)) {
         t->decided = 1;
         t->status = (fsdp_status)v.status;
         t->said.used = 0;
@@ -243,7 +243,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
 }
 
 static int64_t fsdpi_store_soon(const fsdpi_store *s, const fsdpi_store_try *t) {
-    int64_t soon = fsdpi_store_after(fsdpi_store_now(s), t->patience);
+    int64_t soon = fsdpi_store_after(fsdpi_store_now(s), t->silence_ns);
     return soon < t->deadline ? soon : t->deadline;
 }
 
@@ -292,7 +292,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     t->why = fsdpi_store_connect(s, p, fsdpi_store_soon(s, t));
     if (t->why) {
         // Most ports refuse, or are silent as the one before: the text does not name them.
-        int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
+        int is_news = t->why != ECONNREFUSED && t->silence_ns == FSDPI_STORE_KNOCK_NS;
         if (is_news || !t->said.used) fsdpi_text_add(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
         fsdpi_text_add(&t->said, "; %s is served by another user", name);
@@ -408,7 +408,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
         for (int i = 0; i < count && fd < 0 && !t->decided && !t->later; i++) {
             fsdpi_store_place at = list[i];
             fsdpi_store_set_port(&at, port);
-            t->patience = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
+            t->silence_ns = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
             fsdpi_store_knock(s, &at, t);
             slow[i] = slow[i] || t->why == ETIMEDOUT; // then all ports of this host are slow
         }
@@ -477,7 +477,7 @@ static void fsdpi_store_change(fsdpi_store *s) {
 
 // Returns the status with which calls fail from now on; FSDP_OK: they do not.
 static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
-    if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->verdict.status;
+    if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->failure.status;
     return FSDPI_LOAD(&s->gone) ? FSDP_ERR_PEER_LOST : FSDP_OK;
 }
 
@@ -501,7 +501,7 @@ static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_failure *v) {
     fsdpi_lock(&s->lock);
     int first = !s->judged;
     if (first) {
-        s->verdict = *v;
+        s->failure = *v;
         FSDPI_STORE(&s->judged, 1u);
         fsdpi_store_finish_all(s);
     }
@@ -518,7 +518,7 @@ static const char *fsdpi_store_who(const fsdpi_store *s) {
 // seems dead.
 static void fsdpi_store_confess(fsdpi_store *s, const fsdpi_failure *v) {
     const fsdp_allocator *a = &s->desc.boot.allocator;
-    char value[FSDPI_VERDICT_BYTES];
+    char value[FSDPI_FAILURE_BYTES];
     fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_failure_put(value, v), NULL, value};
     fsdpi_lock(&s->lock);
     if (fsdpi_frame_put(a, &s->out, &f, &s->seal_out)) (void)fsdpi_store_flush(a, s->fd, &s->out);
@@ -602,7 +602,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
         if (rank < 0 || rank >= s->desc.boot.size) return 1;
         __atomic_store_n(&s->left[rank], (uint8_t)1, __ATOMIC_RELEASE);
         break;
-    case FSDPI_STORE_VERDICT:
+    case FSDPI_STORE_FAILURE:
         if (fsdpi_failure_get(f, &v)) fsdpi_store_judge(s, &v);
         return 1;
     case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, FSDP_OK); return 0;
@@ -799,9 +799,9 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_
 }
 
 // Returns 1 if the world has failed; *out, unless out is NULL, gets the failure.
-static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) {
+static FSDPI_UNUSED int fsdpi_store_failure(fsdpi_store *s, fsdpi_failure *out) {
     if (!FSDPI_LOAD(&s->judged)) return 0;
-    if (out) *out = s->verdict; // written once
+    if (out) *out = s->failure; // written once
     return 1;
 }
 
@@ -810,7 +810,7 @@ static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_failure *out) 
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
     fsdpi_failure v;
-    char value[FSDPI_VERDICT_BYTES];
+    char value[FSDPI_FAILURE_BYTES];
     memset(&v, 0, sizeof v);
     v.status = (int32_t)status;
     v.rank = s->desc.boot.rank;
@@ -866,8 +866,8 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
         left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
         if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
     }
-    if (FSDPI_LOAD(&s->joined)) return FSDP_OK; // a failure since then is for fsdpi_store_verdict
-    if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->verdict);
+    if (FSDPI_LOAD(&s->joined)) return FSDP_OK; // a failure since then is for fsdpi_store_failure
+    if (FSDPI_LOAD(&s->judged)) fsdpi_say_failure(error, &s->failure);
     else if (FSDPI_LOAD(&s->gone))
         fsdpi_text_add(
             error, "[E720] %s, which serves the store, has closed it before all ranks had joined",

@@ -2,7 +2,7 @@
 
    The server's state. Invariants: no call blocks, reads a clock or uses a socket; only
    fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
-   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PATIENCE.
+   more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PROOF_NS.
    Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
      fsdp_store.h (fsdpi_store_after) and 1 other file.
 
@@ -28,8 +28,8 @@
 #include <sys/socket.h>
 
 enum {
-    FSDPI_CONN_STRANGER, // has not proven the token
-    FSDPI_CONN_PROVEN,   // has proven the token, and has not given its rank
+    FSDPI_CONN_UNTRUSTED, // has not proven the token
+    FSDPI_CONN_PROVEN,    // has proven the token, and has not given its rank
     FSDPI_CONN_RANK,
     FSDPI_CONN_ENDING, // `out` is still sent
     FSDPI_CONN_BROKEN  // must be closed and disconnected at once
@@ -82,7 +82,7 @@ typedef struct fsdpi_store_core {
     int num_refused, num_old;         // refused for their token, and for their version
     int64_t join_ns, join_timeout_ns; // deadline and timeout of joining
     size_t total;
-    fsdpi_failure verdict; // status FSDP_OK: none
+    fsdpi_failure failure; // status FSDP_OK: none
     fsdpi_store_rank *ranks;
     fsdpi_conn *conns;
     fsdpi_store_wait *waits;
@@ -148,10 +148,10 @@ static void fsdpi_store_core_clear(fsdpi_store_core *core) {
 
 // Sets the world's failure, unless there is one.
 static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_failure *v) {
-    char value[FSDPI_VERDICT_BYTES];
-    if (core->verdict.status || core->closing) return;
-    core->verdict = *v;
-    fsdpi_store_core_push(core, FSDPI_STORE_VERDICT, value, fsdpi_failure_put(value, v));
+    char value[FSDPI_FAILURE_BYTES];
+    if (core->failure.status || core->closing) return;
+    core->failure = *v;
+    fsdpi_store_core_push(core, FSDPI_STORE_FAILURE, value, fsdpi_failure_put(value, v));
 }
 
 static FSDP_PRINTF(4, 5) void fsdpi_store_core_fail(fsdpi_store_core *core, fsdp_status status,
@@ -188,7 +188,7 @@ static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
     for (int r = 0; r < core->size; r++) left += core->ranks[r].state == FSDPI_PEER_LEFT;
     if (left < core->size || core->server_rank >= 0) return;
     memset(core->ranks, 0, (size_t)core->size * sizeof *core->ranks);
-    memset(&core->verdict, 0, sizeof core->verdict);
+    memset(&core->failure, 0, sizeof core->failure);
     core->num_joined = 0;
     core->join_ns = INT64_MAX;
     fsdpi_store_core_clear(core);
@@ -276,10 +276,10 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     } else if (core->ranks[rank].state != FSDPI_PEER_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
                                 "still serves an earlier world of this job");
-    } else if (core->verdict.status) {
-        char value[FSDPI_VERDICT_BYTES];
-        fsdpi_store_core_send(core, conn, FSDPI_STORE_VERDICT, 0, 0, value,
-                              fsdpi_failure_put(value, &core->verdict));
+    } else if (core->failure.status) {
+        char value[FSDPI_FAILURE_BYTES];
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_FAILURE, 0, 0, value,
+                              fsdpi_failure_put(value, &core->failure));
         fsdpi_conn_end(conn, now);
         fsdpi_store_core_leave(core, (int)rank);
     } else {
@@ -465,7 +465,7 @@ static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
     fsdpi_conn *conn = (fsdpi_conn *)fsdpi_alloc(&core->allocator, sizeof *conn);
     if (!conn) return NULL;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PATIENCE);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PROOF_NS);
     memcpy(conn->nonce, nonce, sizeof conn->nonce);
     conn->next = core->conns;
     core->conns = conn;
@@ -512,7 +512,7 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
             fsdpi_store_core_cut_off(core, conn, now);
             return;
         }
-        if (conn->state == FSDPI_CONN_STRANGER) fsdpi_store_core_prove(core, conn, &f, now);
+        if (conn->state == FSDPI_CONN_UNTRUSTED) fsdpi_store_core_prove(core, conn, &f, now);
         else if (!fsdpi_seal_open(&conn->seal_in, &f)) fsdpi_store_core_cut_off(core, conn, now);
         else if (conn->state == FSDPI_CONN_PROVEN) fsdpi_store_core_hello(core, conn, &f, now);
         else fsdpi_store_core_frame(core, conn, &f, now);
@@ -586,7 +586,7 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
 // Returns the worth of a connection, from 0, which is being refused, to 3, a rank's.
 static int fsdpi_conn_worth(const fsdpi_conn *conn) {
     if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: it has the right token
-    return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_STRANGER;
+    return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_UNTRUSTED;
 }
 
 /* Closes the oldest of the least valuable connections, if there are too many. So connections that
@@ -601,7 +601,7 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
 
 // Returns 1 if ranks that have yet to connect must get the failure: a lost rank, or a mismatch.
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
-    int absent = 0, status = core->verdict.status;
+    int absent = 0, status = core->failure.status;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_PEER_ABSENT;
     return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }

@@ -34,7 +34,7 @@
 #define FSDPI_STORE_STRANGERS   64                          // connections that are not ranks'
 #define FSDPI_STORE_BUCKETS     1024
 #define FSDPI_STORE_PORTS       17                    // ports that are tried
-#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // for an untrusted peer to prove itself
+#define FSDPI_STORE_PROOF_NS    ((int64_t)5000000000) // for an untrusted peer to prove itself
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a server to prove itself
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for BYE to be sent
 #define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for CLOSING to be read: TCP may resend it
@@ -51,7 +51,7 @@ enum {
     FSDPI_STORE_CHALLENGE = 1, FSDPI_STORE_HELLO, FSDPI_STORE_REPLY, FSDPI_STORE_REFUSED,
     FSDPI_STORE_SET, FSDPI_STORE_GET, FSDPI_STORE_DELETE, FSDPI_STORE_BEAT, FSDPI_STORE_ASK,
     FSDPI_STORE_ABORT, FSDPI_STORE_BYE, FSDPI_STORE_ALL_JOINED, FSDPI_STORE_RANK_LEFT,
-    FSDPI_STORE_VERDICT, FSDPI_STORE_CLOSING, FSDPI_STORE_PROVE, FSDPI_STORE_PROVEN
+    FSDPI_STORE_FAILURE, FSDPI_STORE_CLOSING, FSDPI_STORE_PROVE, FSDPI_STORE_PROVEN
 };
 // clang-format on
 
@@ -250,7 +250,7 @@ static size_t fsdpi_frame_text(char *out, size_t cap, const char *from, size_t s
     return zero ? length + 1 : length;
 }
 
-#define FSDPI_VERDICT_BYTES (12 + sizeof(fsdpi_failure))
+#define FSDPI_FAILURE_BYTES (12 + sizeof(fsdpi_failure))
 
 static size_t fsdpi_failure_put(char *to, const fsdpi_failure *v) {
     char *at = fsdpi_le_put(to, (uint32_t)v->status, 4);

@@ -3,7 +3,7 @@
    For backends without common memory. The store keeps the world's failure, pushes it to all ranks,
    and makes one itself when a rank is lost. A backend's world begins with fsdpi_store_world; its
    table has the functions below.
-   Callers: fsdp_nccl.h (fsdpi_store_world_tell), fsdp_gloo.h (fsdpi_store_world_verdict) and
+   Callers: fsdp_nccl.h (fsdpi_store_world_tell), fsdp_gloo.h (fsdpi_store_world_failure) and
      fsdp_local.h (fsdpi_store_world_of).
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -72,8 +72,8 @@ static void fsdpi_store_world_tell(fsdpi_comm *c, fsdp_status status, const char
     fsdpi_store_abort(fsdpi_store_world_of(c)->store, status, subject, reason);
 }
 
-static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_failure *out) {
-    return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
+static int fsdpi_store_world_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
+    return fsdpi_store_failure(((fsdpi_store_world *)(void *)w)->store, out);
 }
 
 static void fsdpi_store_world_host_key(char *key, size_t cap, int rank) {
@@ -115,10 +115,10 @@ static int fsdpi_store_world_ask(fsdpi_comm *c, int rank, fsdpi_peer *out) {
    finds dead or closed ranks independently. So a failure of the world, or a member that has left,
    is preferred to the transport's error, if it is known before `until`. who: the only member that
    counts, or -1. */
-enum { FSDPI_CAUSE_VERDICT = -1, FSDPI_CAUSE_AWAITED = -2, FSDPI_CAUSE_UNKNOWN = -3 };
+enum { FSDPI_CAUSE_FAILURE = -1, FSDPI_CAUSE_AWAITED = -2, FSDPI_CAUSE_UNKNOWN = -3 };
 static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) {
     fsdpi_store *store = fsdpi_store_world_of(c)->store;
-    if (fsdpi_comm_failed(c)) return FSDPI_CAUSE_VERDICT;
+    if (fsdpi_comm_failed(c)) return FSDPI_CAUSE_FAILURE;
     for (int k = 0; k < c->size; k++)
         if ((who < 0 ? k != c->index : k == who) && fsdpi_store_has_left(store, (int)c->ranks[k]))
             return k;
@@ -128,8 +128,8 @@ static int fsdpi_store_world_cause(const fsdpi_comm *c, int who, int64_t until) 
 
 // Waits for fsdpi_store_world_cause in a call of this comm, but not beyond the call's deadline.
 // Never returns AWAITED.
-static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t patience_ns) {
-    int64_t until = fsdpi_boot_now(c->boot) + patience_ns;
+static int fsdpi_store_world_await_cause(const fsdpi_comm *c, int who, int64_t close_ns) {
+    int64_t until = fsdpi_boot_now(c->boot) + close_ns;
     int64_t deadline = fsdpi_store_after(c->now.since_ns, c->boot->timeout_ns);
     int cause;
     while ((cause = fsdpi_store_world_cause(c, who, until < deadline ? until : deadline)) ==

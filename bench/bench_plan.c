@@ -1,7 +1,7 @@
 /* bench_plan.c - what a plan saves: host time for each op, time of a step, and what making one takes
 
        build/bench/bench_plan [--host] [--callgrind] [--steps] [--making] [--prove] [--ranks 2,4]
-                              [--lanes 0]
+                              [--comm-threads 0]
        FSDP_BACKEND=gloo build/gloo/bench/bench_plan --steps
 
    --host      forward and backward of 16 units of 12 parameters, with a device and a comm that do
@@ -118,7 +118,7 @@ typedef struct { // one way of a step
 } step_result;
 
 typedef struct {
-    int shape, world, lanes;
+    int shape, world, threads;
     step_result *out; // [STEP_WAYS], common memory of the ranks
 } step_job;
 
@@ -237,7 +237,7 @@ static int step_table(FILE *csv, step_job *j) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
     int failed = 0;
-    world.comm_threads = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->threads ? j->threads : -1;
     desc.world = &world;
     desc.num_ranks = j->world;
     memset(j->out, 0, STEP_WAYS * sizeof *j->out);
@@ -248,36 +248,36 @@ static int step_table(FILE *csv, step_job *j) {
         int units = shapes[j->shape].units, width = shapes[j->shape].width;
         int wrong = !r->same_bits || (way && r->replays < shapes[j->shape].steps);
         printf("%-8s %5d %6d %3d %5d  %-9s %9.1f %9.1f %6.2f %5d %5d %12llu %12lld  %s\n", backend,
-               units, width, j->world, j->lanes, step_ways[way], r->us.median, r->us.min,
+               units, width, j->world, j->threads, step_ways[way], r->us.median, r->us.min,
                j->out->us.median / r->us.median, r->gathers, r->reductions,
                (unsigned long long)r->bytes, (long long)r->slots,
                !r->same_bits ? "OTHER BITS"
                : wrong       ? "NOT REPLAYED"
                              : "same bits");
         fprintf(csv, "%s,%d,%d,%d,%d,%s,%.1f,%.1f,%.1f,%d,%d,%llu,%lld\n", backend, units, width,
-                j->world, j->lanes, step_ways[way], r->us.median, r->us.min, r->us.p95, r->gathers,
-                r->reductions, (unsigned long long)r->bytes, (long long)r->slots);
+                j->world, j->threads, step_ways[way], r->us.median, r->us.min, r->us.p95,
+                r->gathers, r->reductions, (unsigned long long)r->bytes, (long long)r->slots);
         failed |= wrong;
     }
     fflush(NULL);
     return failed;
 }
 
-static int step_tables(const int *worlds, int num_worlds, const int *lanes, int num_lanes) {
+static int step_tables(const int *worlds, int num_worlds, const int *threads, int num_threads) {
     step_job j;
     int failed = 0;
     j.out = (step_result *)mmap(NULL, STEP_WAYS * sizeof *j.out, PROT_READ | PROT_WRITE,
                                 MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (j.out == MAP_FAILED) return 1;
-    FILE *csv = bench_csv("bench_plan", "backend,units,width,world,lanes,way,median_us,min_us,"
+    FILE *csv = bench_csv("bench_plan", "backend,units,width,world,threads,way,median_us,min_us,"
                                         "p95_us,gathers,reductions,bytes_read,slots");
     printf("%-8s %5s %6s %3s %5s  %-9s %9s %9s %6s %5s %5s %12s %12s\n", "backend", "units",
-           "width", "W", "lanes", "way", "median us", "min", "faster", "AG", "RS", "bytes read",
+           "width", "W", "threads", "way", "median us", "min", "faster", "AG", "RS", "bytes read",
            "slots");
     for (j.shape = 0; j.shape < (int)(sizeof shapes / sizeof *shapes); j.shape++)
         for (int w = 0; w < num_worlds; w++)
-            for (int l = 0; l < num_lanes; l++) {
-                j.world = worlds[w], j.lanes = lanes[l];
+            for (int l = 0; l < num_threads; l++) {
+                j.world = worlds[w], j.threads = threads[l];
                 failed |= step_table(csv, &j);
             }
     fclose(csv);
@@ -401,7 +401,7 @@ static int prove_table(void) {
 
 int main(int argc, char **argv) {
     int host = 0, callgrind = 0, steps = 0, making = 0, prove = 0, failed = 0;
-    int worlds[8] = {2, 4}, lanes[8] = {0}, num_worlds = 2, num_lanes = 1;
+    int worlds[8] = {2, 4}, threads[8] = {0}, num_worlds = 2, num_threads = 1;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--host")) host = 1;
@@ -410,20 +410,21 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--making")) making = 1;
         else if (!strcmp(argv[i], "--prove")) prove = 1;
         else if (!strcmp(argv[i], "--ranks")) num_worlds = bench_parse_list(value, 1, 64, worlds);
-        else if (!strcmp(argv[i], "--lanes")) num_lanes = bench_parse_list(value, 0, 2, lanes);
+        else if (!strcmp(argv[i], "--comm-threads"))
+            num_threads = bench_parse_list(value, 0, 2, threads);
         else num_worlds = 0;
-        i += !strcmp(argv[i], "--ranks") || !strcmp(argv[i], "--lanes");
+        i += !strcmp(argv[i], "--ranks") || !strcmp(argv[i], "--comm-threads");
     }
-    if (!num_worlds || !num_lanes) {
+    if (!num_worlds || !num_threads) {
         fprintf(stderr,
                 "usage: %s [--host] [--callgrind] [--steps] [--making] [--prove] [--ranks 2,4] "
-                "[--lanes 0,2]\n",
+                "[--comm-threads 0,2]\n",
                 argv[0]);
         return 2;
     }
     if (!host && !steps && !making && !prove) host = steps = making = prove = 1;
     if (host) failed |= host_tables(callgrind);
-    if (steps) failed |= step_tables(worlds, num_worlds, lanes, num_lanes);
+    if (steps) failed |= step_tables(worlds, num_worlds, threads, num_threads);
     if (making) failed |= making_table();
     if (prove) failed |= prove_table();
     return failed;

@@ -1,7 +1,7 @@
 /* bench_replicate.c - DDP: one unit for each parameter, buckets, and one bucket, compared with
    the same passes without communication; and the host cost of a parameter's grad and ready
 
-       build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--lanes 0,2] [--batch 1]
+       build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--comm-threads 0,2] [--batch 1]
                                    [--rows plain,units,buckets,small,one] [--steps N] [--rounds N]
                                    [--csv] [--host]
        FSDP_BACKEND=gloo build/bench/bench_replicate
@@ -46,7 +46,7 @@ typedef struct {
 } result;
 
 typedef struct {
-    int ranks, kib, lanes, batch, steps, mode;
+    int ranks, kib, threads, batch, steps, mode;
     result *out;
 } job;
 
@@ -101,7 +101,7 @@ static void init(void *user, const fsdp_param_view *block) {
                                                  fsdp_view_index(block, k));
 }
 
-// Records of an extension: when all-reduces ran, inline or in lanes, and work around them.
+// Records of an extension: when all-reduces ran, inline or in threads, and work around them.
 static void comm_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
                      int64_t end_ns) {
     trainer *t = (trainer *)user;
@@ -305,7 +305,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 /* ---- tables ---------------------------------------------------------------------------------- */
 
 typedef struct {
-    int ranks[8], kib[8], lanes[8], num_ranks, num_kib, num_lanes;
+    int ranks[8], kib[8], threads[8], num_ranks, num_kib, num_threads;
     int batch, steps, rounds, csv, host;
     const char *rows;
 } options;
@@ -313,7 +313,7 @@ typedef struct {
 static int run(job *j) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
-    world.comm_threads = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->threads ? j->threads : -1;
     desc.world = &world;
     desc.num_ranks = j->ranks;
     return fsdp_spawn(&desc, rank_main, j) != FSDP_OK; // the reason has been logged
@@ -347,11 +347,11 @@ static int measure(job *j, const options *o, FILE *csv) {
         double share = bench_summarize(hidden[mode], o->rounds).median;
         if (mode == PLAIN) plain = us;
         fprintf(csv, "%d,%d,%s,%d,%d,%s,%d,%.1f,%.1f,%.1f,%.3f,%.1f,%.1f,%.9g,%.9g\n", j->ranks,
-                j->kib, backend, j->lanes, j->batch, mode_names[mode], last[mode].buckets, us,
+                j->kib, backend, j->threads, j->batch, mode_names[mode], last[mode].buckets, us,
                 us - plain, comm_us, share, zero_us, copy_us, last[mode].loss, last[mode].checksum);
         if (!o->csv)
             printf("%5d %4d KiB %-8s %5d %5d  %-8s %7d %10.1f %10.1f %10.1f %7.2f %8.1f %8.1f\n",
-                   j->ranks, j->kib, backend, j->lanes, j->batch, mode_names[mode],
+                   j->ranks, j->kib, backend, j->threads, j->batch, mode_names[mode],
                    last[mode].buckets, us, us - plain, comm_us, share, zero_us, copy_us);
         // Ranks' gradients are means with buckets or without: to the bit, in whatever units.
         if (mode > UNITS && last[UNITS].buckets &&
@@ -374,12 +374,12 @@ static int measure_all(const options *o, FILE *csv) {
     if (j.out == MAP_FAILED) return 1;
     j.batch = o->batch, j.steps = o->steps;
     if (!o->csv)
-        printf("ranks     size backend  lanes batch  row      buckets    pass us   extra us    "
+        printf("ranks     size backend  threads batch  row      buckets    pass us   extra us    "
                "comm us  hidden  zero us  copy us\n");
     for (int r = 0; r < o->num_ranks; r++)
         for (int k = 0; k < o->num_kib; k++)
-            for (int l = 0; l < o->num_lanes && !failed; l++) {
-                j.ranks = o->ranks[r], j.kib = o->kib[k], j.lanes = o->lanes[l];
+            for (int l = 0; l < o->num_threads && !failed; l++) {
+                j.ranks = o->ranks[r], j.kib = o->kib[k], j.threads = o->threads[l];
                 failed = measure(&j, o, csv);
             }
     return failed;
@@ -457,7 +457,7 @@ static int host_costs(void) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    const char *ranks = "2,4", *kib = "16,256", *lanes = "0";
+    const char *ranks = "2,4", *kib = "16,256", *threads = "0";
     int batch[8] = {1}, steps[8] = {20}, rounds[8] = {3}, good = 1;
     memset(o, 0, sizeof *o);
     o->rows = "plain,units,buckets,small,one";
@@ -467,7 +467,7 @@ static int parse(int argc, char **argv, options *o) {
         else if (!strcmp(argv[i], "--host")) o->host = 1;
         else if (i++, !strcmp(argv[i - 1], "--ranks")) ranks = value;
         else if (!strcmp(argv[i - 1], "--kib")) kib = value;
-        else if (!strcmp(argv[i - 1], "--lanes")) lanes = value;
+        else if (!strcmp(argv[i - 1], "--comm-threads")) threads = value;
         else if (!strcmp(argv[i - 1], "--rows")) o->rows = value;
         else if (!strcmp(argv[i - 1], "--batch"))
             good &= bench_parse_list(value, 1, 256, batch) == 1;
@@ -480,20 +480,21 @@ static int parse(int argc, char **argv, options *o) {
     o->batch = batch[0], o->steps = steps[0], o->rounds = rounds[0];
     o->num_ranks = bench_parse_list(ranks, 1, 64, o->ranks);
     o->num_kib = bench_parse_list(kib, 1, 1 << 14, o->kib);
-    o->num_lanes = bench_parse_list(lanes, 0, 2, o->lanes);
-    return good && o->num_ranks && o->num_kib && o->num_lanes;
+    o->num_threads = bench_parse_list(threads, 0, 2, o->threads);
+    return good && o->num_ranks && o->num_kib && o->num_threads;
 }
 
 int main(int argc, char **argv) {
-    static const char columns[] = "ranks,kib,backend,lanes,batch,row,buckets,pass_us,extra_us,"
+    static const char columns[] = "ranks,kib,backend,threads,batch,row,buckets,pass_us,extra_us,"
                                   "comm_us,hidden,zero_us,copy_us,loss,checksum";
     options o;
     if (!parse(argc, argv, &o)) {
-        fprintf(stderr,
-                "usage: %s [--ranks LIST] [--kib LIST] [--lanes LIST] [--batch N] [--steps N] "
-                "[--rounds N] [--rows plain,units,buckets,small,one] [--csv] "
-                "[--host]\n",
-                argv[0]);
+        fprintf(
+            stderr,
+            "usage: %s [--ranks LIST] [--kib LIST] [--comm-threads LIST] [--batch N] [--steps N] "
+            "[--rounds N] [--rows plain,units,buckets,small,one] [--csv] "
+            "[--host]\n",
+            argv[0]);
         return 2;
     }
     if (o.host) return host_costs();

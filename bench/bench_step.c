@@ -2,7 +2,7 @@
    the same loop without sharding
 
        build/bench/bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4]
-                              [--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps N]
+                              [--comm-threads 0,2] [--prefetch 0|1] [--plan 0|1] [--steps N]
                               [--losses FILE] [--csv]
        FSDP_BACKEND=gloo build/bench/bench_step
        tools/bench_report -o build/bench_step.svg build/bench_step.csv      as a picture
@@ -61,7 +61,7 @@ typedef struct {
 } result;
 
 typedef struct {
-    int model, size, world, lanes, prefetch, plan, plain, steps;
+    int model, size, world, threads, prefetch, plan, plain, steps;
     shape s;
     result *out;
 } job;
@@ -138,7 +138,7 @@ static void describe(trainer *t) {
     t->layers[s->layers].count = GPT_EMBED_PARAM_COUNT;
 }
 
-// Records of an extension: when the collectives of the units ran, inline or in lanes.
+// Records of an extension: when the collectives of the units ran, inline or in threads.
 static void comm_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
                      int64_t end_ns) {
     trainer *t = (trainer *)user;
@@ -163,7 +163,7 @@ static fsdp_status shard(trainer *t, layer *l, int outermost) {
     return fsdp_fully_shard(t->model, &desc, &l->unit);
 }
 
-// With lanes and prefetch the next layer is gathered while this one computes, in forward as in
+// With threads and prefetch the next layer is gathered while this one computes, in forward as in
 // backward.
 static fsdp_status build(trainer *t, fsdp_world *world) {
     int blocks = t->j->s.layers;
@@ -176,7 +176,7 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
     fsdp_status status = fsdp_model_create(world, NULL, &t->model);
     for (int l = 0; l < t->num_layers && !status; l++)
         status = shard(t, &t->layers[l], l == blocks);
-    for (int l = 0; l + 1 < blocks && t->j->lanes && t->j->prefetch && !status; l++)
+    for (int l = 0; l + 1 < blocks && t->j->threads && t->j->prefetch && !status; l++)
         status = fsdp_set_modules_to_forward_prefetch(t->layers[l].unit, &t->layers[l + 1].unit, 1);
     if (!status) status = fsdp_init_params(t->model, init_rows, NULL);
     if (!status) status = fsdp_adamw_create(t->model, &desc, &t->adamw);
@@ -389,13 +389,13 @@ static int rank_main(fsdp_world *world, void *arg) {
 
 typedef struct {
     const char *models, *cases, *losses;
-    int worlds[8], lanes[8], num_worlds, num_lanes, prefetch, plan, steps, csv;
+    int worlds[8], threads[8], num_worlds, num_threads, prefetch, plan, steps, csv;
 } options;
 
 static int run(job *j, int plain) {
     fsdp_world_desc world = FSDP_ZERO;
     fsdp_spawn_desc desc = FSDP_ZERO;
-    world.comm_threads = j->lanes ? j->lanes : -1;
+    world.comm_threads = j->threads ? j->threads : -1;
     desc.world = &world;
     desc.num_ranks = j->world;
     j->plain = plain;
@@ -423,13 +423,13 @@ static int measure(job *j, const options *o, FILE *csv) {
     double extra = (sharded.pass_us - plain->pass_us) / units;
     if (!backend || !*backend) backend = "default";
     fprintf(csv, "%s,%s,%d,%s,%d,%d,%.1f,%.1f,%.1f,%.1f,%.2f,%.1f,%.3f,%.6f,%.6f\n",
-            model_names[j->model], case_names[j->size], j->world, backend, j->lanes, units,
+            model_names[j->model], case_names[j->size], j->world, backend, j->threads, units,
             sharded.pass_us, sharded.optim_us, plain->pass_us, plain->optim_us, extra,
             sharded.comm_us, sharded.hidden, sharded.losses[0], sharded.losses[j->steps - 1]);
     if (!o->csv)
         printf("%-4s %-6s %2d %-8s %5d %10.1f %10.1f %10.1f %10.1f %10.2f %10.1f %7.2f  %.4f -> "
                "%.4f\n",
-               model_names[j->model], case_names[j->size], j->world, backend, j->lanes,
+               model_names[j->model], case_names[j->size], j->world, backend, j->threads,
                sharded.pass_us, sharded.optim_us, plain->pass_us, plain->optim_us, extra,
                sharded.comm_us, sharded.hidden, sharded.losses[0], sharded.losses[j->steps - 1]);
     fflush(NULL);
@@ -446,11 +446,11 @@ static int measure_all(const options *o, FILE *csv) {
     for (j.model = 0; j.model < MODELS; j.model++)
         for (j.size = 0; j.size < CASES; j.size++)
             for (int w = 0; w < o->num_worlds; w++)
-                for (int l = 0; l < o->num_lanes && !failed; l++) {
+                for (int l = 0; l < o->num_threads && !failed; l++) {
                     if (!strstr(o->models, model_names[j.model])) continue;
                     j.s = shapes[j.model][j.size];
                     if (!strstr(o->cases, case_names[j.size]) || !j.s.layers) continue;
-                    j.world = o->worlds[w], j.lanes = o->lanes[l], j.prefetch = o->prefetch;
+                    j.world = o->worlds[w], j.threads = o->threads[l], j.prefetch = o->prefetch;
                     j.plan = o->plan;
                     j.steps = o->steps ? o->steps : j.s.steps;
                     failed = measure(&j, o, csv);
@@ -459,7 +459,7 @@ static int measure_all(const options *o, FILE *csv) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    const char *ranks = "2,4", *lanes = "0,2";
+    const char *ranks = "2,4", *threads = "0,2";
     int steps[8] = {0}, prefetch[8] = {1}, plan[8] = {0};
     memset(o, 0, sizeof *o);
     o->models = "mlp,gpt", o->cases = "tiny,large";
@@ -472,7 +472,7 @@ static int parse(int argc, char **argv, options *o) {
         if (!strcmp(argv[i], "--model")) o->models = value;
         else if (!strcmp(argv[i], "--case")) o->cases = value;
         else if (!strcmp(argv[i], "--ranks")) ranks = value;
-        else if (!strcmp(argv[i], "--lanes")) lanes = value;
+        else if (!strcmp(argv[i], "--comm-threads")) threads = value;
         else if (!strcmp(argv[i], "--losses")) o->losses = value;
         else if (!strcmp(argv[i], "--prefetch")) {
             if (bench_parse_list(value, 0, 1, prefetch) != 1) return 0;
@@ -485,22 +485,23 @@ static int parse(int argc, char **argv, options *o) {
     }
     o->steps = steps[0], o->prefetch = prefetch[0], o->plan = plan[0];
     o->num_worlds = bench_parse_list(ranks, 1, 64, o->worlds);
-    o->num_lanes = bench_parse_list(lanes, 0, 2, o->lanes);
-    return o->num_worlds && o->num_lanes;
+    o->num_threads = bench_parse_list(threads, 0, 2, o->threads);
+    return o->num_worlds && o->num_threads;
 }
 
 int main(int argc, char **argv) {
     static const char columns[] =
-        "model,case,world,backend,lanes,units,pass_us,optim_us,plain_pass_us,plain_optim_us,"
+        "model,case,world,backend,threads,units,pass_us,optim_us,plain_pass_us,plain_optim_us,"
         "extra_us_per_unit,comm_us,hidden,loss_first,loss_last";
     options o;
     if (!parse(argc, argv, &o)) {
-        fprintf(stderr,
-                "usage: bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4] "
-                "[--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps %d..%d] [--losses FILE] "
-                "[--csv]\n"
-                "--losses: the loss of each step, of the last line of the table\n",
-                WARM_UP + 1, STEPS_MAX);
+        fprintf(
+            stderr,
+            "usage: bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4] "
+            "[--comm-threads 0,2] [--prefetch 0|1] [--plan 0|1] [--steps %d..%d] [--losses FILE] "
+            "[--csv]\n"
+            "--losses: the loss of each step, of the last line of the table\n",
+            WARM_UP + 1, STEPS_MAX);
         return 2;
     }
 #ifdef GPT_USE_BLAS
@@ -510,8 +511,8 @@ int main(int argc, char **argv) {
     if (o.csv) printf("%s\n", columns);
     else
         printf("%-4s %-6s %2s %-8s %5s %10s %10s %10s %10s %10s %10s %7s  loss\n", "", "case", "W",
-               "backend", "lanes", "pass us", "optim us", "plain pass", "plain opt.", "extra/unit",
-               "comm us", "hidden");
+               "backend", "threads", "pass us", "optim us", "plain pass", "plain opt.",
+               "extra/unit", "comm us", "hidden");
     int failed = measure_all(&o, csv);
     if (!o.csv) fclose(csv);
     return failed;

@@ -4,7 +4,7 @@
 programs in turn in one run: losses must be equal, times are compared
 
     FSDP_BACKEND=gloo python3 bench/fsdp_step.py [--bench build/bench/bench_step] [--model mlp,gpt]
-        [--case tiny,large,example] [--ranks 2,4] [--lanes 0,2] [--rounds 3] [--steps N]
+        [--case tiny,large,example] [--ranks 2,4] [--comm-threads 0,2] [--rounds 3] [--steps N]
         [--compiled]
 
 Models, first values, data and AdamW are those of bench_step.c, f32, one compute thread per rank.
@@ -235,11 +235,11 @@ class Torch:
         self.dir.cleanup()
 
 
-def ours(args, name, case, shape, world, lanes, plan, losses_path):
+def ours(args, name, case, shape, world, threads, plan, losses_path):
     """The row of bench_step's table, and its losses."""
     done = subprocess.run(
-        [args.bench, "--csv", "--model", name, "--case", case, "--ranks", str(world), "--lanes",
-         str(lanes), "--plan", str(plan), "--steps", str(shape[-1]), "--losses", losses_path],
+        [args.bench, "--csv", "--model", name, "--case", case, "--ranks", str(world), "--comm-threads",
+         str(threads), "--plan", str(plan), "--steps", str(shape[-1]), "--losses", losses_path],
         stdout=subprocess.PIPE, text=True, check=True)
     row, = csv.DictReader(done.stdout.splitlines())
     with open(losses_path) as file:
@@ -251,16 +251,16 @@ def difference(a, b):
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def measure(args, torch, name, case, world, lanes, losses_path):
+def measure(args, torch, name, case, world, threads, losses_path):
     """One line of the table, medians over the rounds."""
     shape, rows = SHAPES[name, case], []
     if args.steps:
         shape = (*shape[:-1], args.steps)
     for _ in range(args.rounds):
-        row, losses = ours(args, name, case, shape, world, lanes, 0, losses_path)
-        planned, same = ours(args, name, case, shape, world, lanes, 1, losses_path)
+        row, losses = ours(args, name, case, shape, world, threads, 0, losses_path)
+        planned, same = ours(args, name, case, shape, world, threads, 1, losses_path)
         if losses != same:
-            sys.exit(f"{name} {case} W={world} lanes={lanes}: a plan changes losses")
+            sys.exit(f"{name} {case} W={world} threads={threads}: a plan changes losses")
         expected, passes, updates = torch.train(name, shape, "eager")
         _, plain_passes, plain_updates = torch.train(name, shape, "plain")
         compiled = torch.train(name, shape, "compiled") if args.compiled else None
@@ -279,7 +279,7 @@ def measure(args, torch, name, case, world, lanes, losses_path):
             rows[-1]["torch_compiled_pass_us"] = compiled[1]
     line = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     line["loss_difference"] = max(row["loss_difference"] for row in rows)
-    return {"model": name, "case": case, "world": world, "lanes": lanes,
+    return {"model": name, "case": case, "world": world, "threads": threads,
             "backend": os.environ.get("FSDP_BACKEND", "default"), **line,
             "times_less_extra": line["torch_extra_us"] / line["extra_us"],
             "plan_times_less_extra": line["torch_extra_us"] / line["plan_extra_us"],
@@ -288,7 +288,7 @@ def measure(args, torch, name, case, world, lanes, losses_path):
 
 
 def show(line):
-    print(f"{line['model']:<4} {line['case']:<6} {line['world']:>2} {line['lanes']:>5} "
+    print(f"{line['model']:<4} {line['case']:<6} {line['world']:>2} {line['threads']:>5} "
           f"{line['pass_us']:>10.0f} {line['torch_pass_us']:>10.0f} {line['optim_us']:>9.0f} "
           f"{line['torch_optim_us']:>9.0f} {line['extra_us']:>9.1f} "
           f"{line['plan_extra_us']:>9.1f} {line['torch_extra_us']:>9.1f} "
@@ -307,7 +307,7 @@ def main():
     parser.add_argument("--model", default="mlp,gpt")
     parser.add_argument("--case", default="tiny,large")
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--lanes", default="0,2")
+    parser.add_argument("--comm-threads", default="0,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of each; 0: by the case, 20 or 100")
     parser.add_argument("--compiled", action="store_true", help="PyTorch with compiled layers, too")
@@ -323,8 +323,8 @@ def main():
             for name, case in SHAPES:
                 if name not in args.model.split(",") or case not in args.case.split(","):
                     continue
-                for lanes in (int(text) for text in args.lanes.split(",")):
-                    lines.append(measure(args, torch, name, case, world, lanes,
+                for threads in (int(text) for text in args.comm_threads.split(",")):
+                    lines.append(measure(args, torch, name, case, world, threads,
                                          os.path.join(temporary, "losses")))
                     show(lines[-1])
             torch.close()

@@ -16,7 +16,7 @@ With --keep what the benchmarks wrote stays in DIR, and what is there already is
   shm_small  bench_comm, 4 ranks, 4 and 64 KiB
   torch      compare_torch.py and bench_comm over TCP: beside PyTorch, and beside a raw stream
   steps      fsdp_step.py, with shared memory within the host and over TCP
-  wire       bench_step over loopback that is shaped to 10 and 2 Gbit/s, inline and with lanes
+  wire       bench_step over loopback that is shaped to 10 and 2 Gbit/s, inline and with threads
   memory     train_gpt as `make run` starts it, on 1 to 32 ranks: the bytes of each rank
 """
 import argparse
@@ -45,7 +45,7 @@ OF_BOUND = ("The second series is there to compare: for a reduce_scatter the sam
             "a barrier, without a sum.")
 OF_STREAM = ("The stream is a plain TCP socket between each pair of ranks: it moves the bytes of "
              "the operation and does nothing with them.")
-OF_LANES = ("A lane is a thread of the rank that runs collectives beside its computation. Inline: "
+OF_THREADS = ("A thread of the rank runs collectives while the rank computes. Inline: "
             "they run within the call.")
 args = argparse.Namespace()
 goals = []  # lines of the table
@@ -238,7 +238,7 @@ def torch():
 
 
 def steps():
-    command = [args.python, "bench/fsdp_step.py", "--bench", STEP, "--lanes", "0"]
+    command = [args.python, "bench/fsdp_step.py", "--bench", STEP, "--comm-threads", "0"]
     ways = [("ranks share memory", run("near", command, "fsdp_step.csv", FSDP_BACKEND="gloo")),
             ("over TCP", run("tcp", command + ["--ranks", "2"], "fsdp_step.csv",
                              FSDP_BACKEND="gloo", FSDP_GLOO_NEAR="1"))]
@@ -246,7 +246,7 @@ def steps():
     for way, runs in ways:
         for world in (2, 4):
             for (model, case), name in MODELS.items():
-                found = same(runs, model=model, case=case, world=world, lanes=0)
+                found = same(runs, model=model, case=case, world=world, threads=0)
                 large = (model, case) == ("gpt", "large")
                 for panel, column, goal, times in (
                         ("extra time of each unit", "times_less_extra",
@@ -271,21 +271,21 @@ def wire():
     lines = []
     for rate in ("10gbit", "2gbit"):
         command = ["bench/slow_wire.sh", rate, STEP, "--case", "tiny,large", "--ranks", "2",
-                   "--lanes", "0,1,2"]
+                   "--comm-threads", "0,1,2"]
         runs = run("wire_" + rate, command, "bench_step.csv", FSDP_BACKEND="gloo",
                    FSDP_GLOO_NEAR="1")
         for (model, case), name in MODELS.items():
-            inline = same(runs, model=model, case=case, lanes=0)
-            for lanes, series in ((1, "1 lane"), (2, "2 lanes")):
-                found = same(runs, model=model, case=case, lanes=lanes)
+            inline = same(runs, model=model, case=case, threads=0)
+            for threads, series in ((1, "1 thread"), (2, "2 threads")):
+                found = same(runs, model=model, case=case, threads=threads)
                 for x, y in zip(found, inline):
                     x["faster"] = float(y["pass_us"]) / float(x["pass_us"])
                 lines.append(point(f"{rate[:-4]} Gbit/s", name, series, found, "faster", "faster",
                                    "faster", "", times=["pass_us"]))
-    write("wire", "Lanes beside inline, over a wire that takes time", "times faster than inline, "
-          "forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
+    write("wire", "Worker threads compared with inline, over a wire that takes time",
+          "times faster than inline, forward and backward of two ranks, over loopback shaped to a rate; median of the runs",
           "FSDP_BACKEND=gloo FSDP_GLOO_NEAR=1 bench/slow_wire.sh 10gbit (and 2gbit) " +
-          " ".join(command[2:]), "higher", lines, spread="the range of the runs", note=OF_LANES,
+          " ".join(command[2:]), "higher", lines, spread="the range of the runs", note=OF_THREADS,
           scale="linear")
 
 

@@ -752,7 +752,7 @@ static void look_at_nodes(job *j) {
     fsdpi_failure v;
     char text[sizeof v.reason + 120];
     if (!j->nodes_store) j->nodes_store = FSDPI_LOAD(&j->joined);
-    if (!j->nodes_store || j->status || !fsdpi_store_verdict(j->nodes_store, &v)) return;
+    if (!j->nodes_store || j->status || !fsdpi_store_failure(j->nodes_store, &v)) return;
     j->status = 1;
     j->is_final = v.status == FSDP_ERR_INVALID_STATE;
     if (v.lost >= 0)
@@ -877,7 +877,7 @@ static int agree_on_count(job *j, char *error, size_t cap) {
         status = hear_node(j, "agreed", node, text, sizeof text, NODES_MS);
     // A node that has begun may have failed already: look_at_nodes reports it.
     if (!status ||
-        (is_known && fsdpi_store_verdict(j->nodes_store, &v) && v.status != FSDP_ERR_TIMEOUT))
+        (is_known && fsdpi_store_failure(j->nodes_store, &v) && v.status != FSDP_ERR_TIMEOUT))
         return 1;
     snprintf(error, cap, "%s", fsdp_status_name(status));
     fsdpi_store_abort(j->nodes_store, FSDP_ERR_TIMEOUT, "", "its fsdprun lacks the counts");

@@ -866,7 +866,8 @@ static int why(const char *dir, const char *wanted, int force, int brief) {
     if (!brief) put_other(traces.other);
     if (made > 0 && brief) {
         printf("%.*s: compute %.0f %%, exposed %.0f %%, host %.0f %%\n",
-               (int)strcspn(text, "(") - 1, text, percent * (double)y.step.part[FSDPI_WHY_COMPUTE],
+               (int)strcspn(text, "(") - 1, text,
+               percent * (double)y.step.category[FSDPI_WHY_COMPUTE],
                percent * (double)fsdpi_why_exposed(&y.step),
                percent * (double)fsdpi_why_host(&y.step));
         text[0] = 0, t.used = t.line = t.space = t.indent = 0;

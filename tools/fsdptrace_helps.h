@@ -146,7 +146,7 @@ static const char *helps_begin(helps *h, const fsdpi_why *y) {
     helps_fit(h, FSDP_OP_REDUCE_SCATTER, h->shards, &c->reduce_latency_ns, &c->reduce_bytes_per_ns);
     helps_fit(h, FSDP_OP_ALL_REDUCE, h->replicas, &c->replica_latency_ns, &c->replica_bytes_per_ns);
     c->copy_bytes_per_ns = copying > 0 ? bytes / copying : 0;
-    if (rank->head.run != FSDP_RUN_STREAMS) issuing = (double)y->step.part[FSDPI_WHY_CALLS];
+    if (rank->head.run != FSDP_RUN_STREAMS) issuing = (double)y->step.category[FSDPI_WHY_CALLS];
     c->issue_ns = ops > 0 ? issuing / ops : 0;
     h->work[0] = helps_lead(h);
     h->leads = h->work[0] > 0;
@@ -310,7 +310,7 @@ static int helps_list(const helps *h, helps_option list[HELPS_OPTIONS]) {
             int64_t ns = 0;
             for (int32_t i = 0; i < h->why->step.num_spans; i++) {
                 const fsdpi_why_span *s = &h->why->step.spans[i];
-                if (s->part == FSDPI_WHY_GATHER && s->op && s->op->what == u) ns += s->own;
+                if (s->category == FSDPI_WHY_GATHER && s->op && s->op->what == u) ns += s->own;
             }
             for (int k = 0; k < num; k++) ns *= list[k].reshards != 1 + u;
             if (ns > most) most = ns, worst = u;

@@ -81,7 +81,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &ck->table.base, &s->entries, &s->names,          &s->header,      &s->spans,
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
-    if (ck->stuck) { // the thread uses it until its file call returns
+    if (ck->hung) { // the thread uses it until its file call returns
         FSDPI_CK_PUT(&ck->worker.stop, 1);
         (void)pthread_detach(ck->worker.thread);
         return;
@@ -97,7 +97,7 @@ static void fsdpi_ck_end_of_model(void *user) {
     fsdpi_ck_watch watch = {0, 0};
     FSDPI_CK_PUT(&ck->save.given_up, 1);
     fsdpi_ck_ring(&ck->worker.to_worker);
-    while (!ck->stuck && ck->worker.started && fsdpi_ck_is_busy(&ck->worker)) {
+    while (!ck->hung && ck->worker.started && fsdpi_ck_is_busy(&ck->worker)) {
         fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
         fsdpi_ck_look(ck, &watch);
     }
@@ -213,7 +213,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     fsdp_status mine = copies_first ? fsdpi_ck_copy(ck) : FSDP_OK;
     if (!mine) mine = fsdpi_ck_submit(ck, call, fsdpi_ck_write_file, ck);
     if (!mine && !copies_first) mine = fsdpi_ck_copy(ck);
-    if (!mine && ck->stuck) mine = fsdpi_ck_worker_status(ck, call);
+    if (!mine && ck->hung) mine = fsdpi_ck_worker_status(ck, call);
     status = fsdpi_ck_wait_for_ranks(ck, mine, &any_failed);
     if (status) return status;
     if (any_failed) return fsdpi_ck_give_up(ck, call, mine);
@@ -330,7 +330,7 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
-    if (ck->stuck) mine = fsdpi_ck_worker_status(ck, call);
+    if (ck->hung) mine = fsdpi_ck_worker_status(ck, call);
     else if (!dir || !path || !step || !cap)
         mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
     else if (strlen(dir) + FSDPI_CK_LEAF > cap || strlen(dir) + FSDPI_CK_LEAF > sizeof found)
@@ -364,7 +364,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
     fsdpi_ck_load *l = (fsdpi_ck_load *)room.ptr;
     if (!mine) memset(l, 0, sizeof *l);
-    if (!ck->stuck) fsdpi_ck_io_of(ck, call); // otherwise the hung thread still uses ck->io
+    if (!ck->hung) fsdpi_ck_io_of(ck, call); // otherwise the hung thread still uses ck->io
     if (!mine)
         mine = fsdp_desc_read(ck->world, &l->desc, desc, sizeof l->desc,
                               "fsdp_checkpoint_load_desc");
@@ -374,8 +374,8 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
                          "a .safetensors file",
                          call);
     if (!mine)
-        mine = ck->stuck ? fsdpi_ck_worker_status(ck, call)
-                         : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
+        mine = ck->hung ? fsdpi_ck_worker_status(ck, call)
+                        : fsdp_call_begin(ck->model, FSDP_CALL_LOAD, call);
     fsdpi_ck_load_args(l, path, &args);
     first = args;
     status = fsdp_broadcast(ck->world, NULL, &first, sizeof first, 0);
@@ -392,7 +392,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
         fsdpi_ck_drop(l->io, &l->numbers);
         fsdpi_ck_drop(l->io, &l->flags);
     }
-    if (!ck->stuck || !began) fsdpi_ck_free(ck->model, &room);
+    if (!ck->hung || !began) fsdpi_ck_free(ck->model, &room);
     return status;
 }
 
@@ -406,7 +406,7 @@ FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
 
 FSDP_API int64_t fsdp_checkpoint_nbytes(fsdp_checkpoint *ck) {
     uint64_t layout;
-    if (!ck || ck->stuck) return -1;
+    if (!ck || ck->hung) return -1;
     if (ck->save.stage_of != FSDPI_CK_IDLE) return ck->save.stage_bytes;
     if (fsdpi_ck_prepare(ck, "checkpoint_nbytes", &layout)) return -1;
     return fsdpi_ck_stage_for(ck, 1);

@@ -164,7 +164,7 @@ struct fsdp_checkpoint {
     fsdpi_ck_buffer blobs; // copies of desc.blobs, and their names
     fsdpi_ck_disk disk;
     fsdpi_ck_worker worker;
-    int stuck; // 1: the worker hangs, and its memory is never freed
+    int hung; // 1: the worker hangs, and its memory is never freed
     fsdpi_ck_table table;
     fsdpi_ck_save save;
     fsdpi_ck_io io;      // for find and load

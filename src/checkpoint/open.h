@@ -119,7 +119,7 @@ static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const ch
 // Frees memory, unless a hung worker may still use it: in that case it stays until the process
 // ends.
 static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_buffer *room) {
-    if (!io->ck || !io->ck->stuck) fsdpi_ck_free(io->model, room);
+    if (!io->ck || !io->ck->hung) fsdpi_ck_free(io->model, room);
 }
 
 // Opens `path` for the jobs that follow. Sets open.error if there is no such file.
@@ -137,7 +137,7 @@ static fsdp_status fsdpi_ck_read_path(fsdpi_ck_io *io, void *to, int64_t nbytes)
 }
 // Closes the file. Returns `status` if it is a failure, otherwise the result of closing.
 static fsdp_status fsdpi_ck_close_path(fsdpi_ck_io *io, fsdp_status status) {
-    if (io->ck && io->ck->stuck) return status;
+    if (io->ck && io->ck->hung) return status;
     io->open.quiet = status != 0; // keeps the text of the first failure
     fsdp_status closed = fsdpi_ck_do(io, fsdpi_ck_close_file, &io->open);
     return status ? status : closed;

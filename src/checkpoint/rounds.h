@@ -96,7 +96,7 @@ static fsdp_status fsdpi_ck_same_args(fsdp_checkpoint *ck, const char *call,
 /* Returns the worker's failure as that of this call, or the failure of a hung worker. A hung
    worker's memory is never freed. */
 static fsdp_status fsdpi_ck_worker_status(fsdp_checkpoint *ck, const char *call) {
-    if (ck->stuck)
+    if (ck->hung)
         return fsdp_fail(ck->world, FSDP_ERR_IO,
                          "[E422] %s: no progress for %d ms in %s of %s: the file system hangs; "
                          "this object cannot be used any more",
@@ -115,7 +115,7 @@ static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
         watch->since = now;
     }
     if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
-    ck->stuck = 1;
+    ck->hung = 1;
     FSDPI_CK_PUT(&ck->disk.left, 1);
 }
 
@@ -139,13 +139,13 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     fsdpi_ck_watch watch = {0, 0};
     int any_busy, any_failed;
     fsdp_status status = FSDP_OK;
-    while (!ck->stuck && fsdpi_ck_is_busy(&ck->worker)) {
+    while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
         int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
         while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_ck_now()) < end)
             fsdpi_ck_nap(&ck->worker, end - now);
         if (!fsdpi_ck_is_busy(&ck->worker)) break;
         fsdpi_ck_look(ck, &watch);
-        if (!ck->stuck && !status) status = fsdpi_ck_round(ck, 1, 0, &any_busy, &any_failed);
+        if (!ck->hung && !status) status = fsdpi_ck_round(ck, 1, 0, &any_busy, &any_failed);
     }
     return status;
 }

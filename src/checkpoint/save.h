@@ -446,7 +446,7 @@ static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_
     fsdpi_ck_ring(&ck->worker.to_worker);
     fsdp_status status = fsdpi_ck_await(ck);
     if (!status) status = fsdpi_ck_wait_for_ranks(ck, FSDP_OK, &any_failed);
-    if (!status && ck->rank == 0 && !ck->stuck && ck->worker.started) {
+    if (!status && ck->rank == 0 && !ck->hung && ck->worker.started) {
         fsdpi_ck_forget(&ck->disk);
         fsdpi_ck_give(&ck->worker, fsdpi_ck_clean, ck);
         status = fsdpi_ck_await(ck);
@@ -522,8 +522,8 @@ static fsdp_status fsdpi_ck_check_save(fsdp_checkpoint *ck, const char *call,
                          "[E432] %s: dir is empty or step is %lld: pass a directory and a step of "
                          "0 to 2^62",
                          call, (long long)args->step);
-    fsdp_status status = ck->stuck ? fsdpi_ck_worker_status(ck, call)
-                                   : fsdpi_ck_same_args(ck, call, args, first);
+    fsdp_status status = ck->hung ? fsdpi_ck_worker_status(ck, call)
+                                  : fsdpi_ck_same_args(ck, call, args, first);
     if (!status) status = fsdpi_ck_check_units(ck, call);
     if (!status) status = fsdpi_ck_set_paths(ck, call, args->path, args->step, first->nonce);
     if (!status) status = fsdpi_ck_prepare(ck, call, layout);
@@ -608,7 +608,7 @@ static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     int64_t in_span = 0;
     fsdp_status status = FSDP_OK;
     while (s->stage_bytes && !fsdpi_ck_copy_some(ck, &span, &in_span, &status) && !status &&
-           fsdpi_ck_is_busy(&ck->worker) && !ck->stuck) {
+           fsdpi_ck_is_busy(&ck->worker) && !ck->hung) {
         fsdpi_ck_wait_room(ck);
         if (s->produced - FSDPI_CK_GET(&s->consumed) == s->stage_bytes)
             status = fsdpi_ck_round(ck, 1, 0, &any_busy, &any_failed);
@@ -666,8 +666,8 @@ static fsdp_status fsdpi_ck_advance(fsdp_checkpoint *ck, const char *call, int64
         fsdpi_ck_nap(&ck->worker, end - now);
     int busy = fsdpi_ck_is_busy(&ck->worker);
     if (busy) fsdpi_ck_look(ck, &ck->save.watch);
-    busy = busy && !ck->stuck;
-    int failed = ck->stuck || (!busy && ck->disk.status && !ck->save.warned);
+    busy = busy && !ck->hung;
+    int failed = ck->hung || (!busy && ck->disk.status && !ck->save.warned);
     fsdp_status status = fsdpi_ck_round(ck, busy, failed, &any_busy, &any_failed);
     return status || any_busy ? status : fsdpi_ck_next_phase(ck, call, any_failed);
 }

@@ -21,7 +21,7 @@ struct fsdp_threads {
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // [release] not 0: the device's work does not end: keep its memory
+    uint32_t *hung;        // [release] not 0: the device's work does not end: keep its memory
     const char *job;
     const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this
@@ -47,7 +47,7 @@ typedef struct fsdp_caps {
     uint32_t flags;      // FSDP_CAP_*
     int comm_threads;    // streams that may run collectives at the same time: 1 or more
     int default_comm_threads; // if the caller gives no number; equal on all ranks. 0: inline
-    const char *because; // reason for default_comm_threads, a clause for texts ("as ..."); or NULL
+    const char *mode_reason; // clause that explains default_comm_threads, for texts ("as ..."); or NULL
     const int64_t *comm_bytes; // [release] bytes of device memory that all comms took; or NULL
 } fsdp_caps;
 

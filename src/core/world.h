@@ -187,9 +187,9 @@ static fsdp_status fsdpi_world_agree_id(fsdp_world *w, int is_given) {
 // a second communicator.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int threads) {
     fsdp_status status = FSDP_OK;
-    w->mode_reason = threads           ? "as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"
-                     : w->caps.because ? w->caps.because
-                                       : "by default";
+    w->mode_reason = threads ? "as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"
+                     : w->caps.mode_reason ? w->caps.mode_reason
+                                           : "by default";
     if (!threads) threads = w->caps.default_comm_threads;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDP_RUN_STREAMS;
@@ -269,7 +269,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
-    w->boot.stuck = &w->hung;
+    w->boot.hung = &w->hung;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
     w->boot.clock = d->clock;

@@ -25,12 +25,12 @@ struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_extension extension;
     fsdp_grad_scaler_state state;
-    double saved[5];      // the state in the order of its fields, for a checkpoint
-    int lent;             // 1: a checkpoint has the address of `saved`, and may write to it
-    int memory;           // FSDP_MEMORY_HOST or _DEVICE, where updates run
-    int found;            // -1: no unscale in this step
-    fsdp_update *updates; // for one unscale: at most one per parameter
-    int32_t *verdict;     // `found` of its updates, in device memory; 0 between steps; or NULL
+    double saved[5];       // the state in the order of its fields, for a checkpoint
+    int lent;              // 1: a checkpoint has the address of `saved`, and may write to it
+    int memory;            // FSDP_MEMORY_HOST or _DEVICE, where updates run
+    int found;             // -1: no unscale in this step
+    fsdp_update *updates;  // for one unscale: at most one per parameter
+    int32_t *device_found; // `found` of its updates, in device memory; 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -65,7 +65,7 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
                      given, expected);
 }
 
-enum { FSDPI_VERDICT = 8 }; // bytes
+enum { FSDPI_FOUND_BYTES = 8 }; // bytes
 
 // Lists the gradients; adjacent ones share a run. Sets *any if there is one, even if it is empty.
 static int fsdpi_scaler_list(const fsdp_grad_scaler *g, int32_t *found, int32_t *any) {
@@ -95,16 +95,16 @@ static int fsdpi_scaler_list(const fsdp_grad_scaler *g, int32_t *found, int32_t 
 
 static void fsdpi_scaler_free(void *user) {
     fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
-    fsdp_free(g->model, FSDP_MEMORY_DEVICE, g->verdict, FSDPI_VERDICT);
+    fsdp_free(g->model, FSDP_MEMORY_DEVICE, g->device_found, FSDPI_FOUND_BYTES);
     fsdp_free(g->model, FSDP_MEMORY_HOST, g, 0);
 }
 
 // Reads from the device whether its updates have found a bad gradient.
-static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
+static fsdp_status fsdpi_scaler_read_found(fsdp_grad_scaler *g, int32_t *found) {
     static const int32_t none = 0;
-    fsdp_status status = fsdp_transfer(g->model, found, g->verdict, sizeof *found);
+    fsdp_status status = fsdp_transfer(g->model, found, g->device_found, sizeof *found);
     if (status || !*found) return status;
-    return fsdp_transfer(g->model, g->verdict, &none, sizeof none);
+    return fsdp_transfer(g->model, g->device_found, &none, sizeof none);
 }
 
 static void fsdpi_scaler_numbers(const fsdp_grad_scaler_state *s, double *n) {
@@ -183,7 +183,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     if (s.growth_interval == 0) s.growth_interval = 2000;
     int memory = FSDP_MEMORY_HOST;
     char text[96];
-    void *room, *verdict = NULL;
+    void *room, *device_found = NULL;
     status = fsdpi_scaler_check(w, name, &s);
     if (!status) status = fsdp_update_place(model, name, &memory);
     snprintf(text, sizeof text, "%s: no memory", name);
@@ -204,8 +204,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     g->extension.state = fsdpi_scaler_item;
     g->extension.destroy = fsdpi_scaler_free;
     if (memory == FSDP_MEMORY_DEVICE)
-        status = fsdp_alloc(model, memory, FSDPI_VERDICT, text, &verdict);
-    g->verdict = (int32_t *)verdict;
+        status = fsdp_alloc(model, memory, FSDPI_FOUND_BYTES, text, &device_found);
+    g->device_found = (int32_t *)device_found;
     if (!status) status = fsdp_attach(model, &g->extension);
     if (status) fsdpi_scaler_free(g);
     else *scaler = g;
@@ -237,13 +237,14 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
             w, FSDP_ERR_INVALID_STATE,
             "[E946] %s: it was already called in this step: call fsdp_grad_scaler_update first",
             name);
-    if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
-    int32_t seen[2] = {0, 0};                               // not finite; any
+    if (!scaler->device_found) status = fsdp_wait_stream(m, -1); // reductions write the gradients
+    int32_t seen[2] = {0, 0};                                    // not finite; any
     if (!status) {
-        int num = fsdpi_scaler_list(scaler, scaler->verdict ? scaler->verdict : &seen[0], &seen[1]);
+        int num = fsdpi_scaler_list(scaler, scaler->device_found ? scaler->device_found : &seen[0],
+                                    &seen[1]);
         status = fsdpi_optim_emit(m, scaler->memory, name, scaler->updates, num);
     }
-    if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
+    if (!status && scaler->device_found) status = fsdpi_scaler_read_found(scaler, &seen[0]);
     if (!status) status = fsdpi_scaler_meet(scaler, name, &seen[0], &seen[1]);
     if (status) return status;
     if (!seen[1])

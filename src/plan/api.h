@@ -265,11 +265,11 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         k->left = 0;
         p->differ = 0;
     }
-    if (p->mode == FSDP_PLAN_EAGER && k && k->left >= FSDPI_PLAN_PATIENCE) {
+    if (p->mode == FSDP_PLAN_EAGER && k && k->left >= FSDPI_PLAN_MOST_MISSES) {
         fsdpi_plan_drop_kind(p, k);
         p->differ++;
     }
-    if (p->differ >= FSDPI_PLAN_PATIENCE) {
+    if (p->differ >= FSDPI_PLAN_MOST_MISSES) {
         char text[FSDPI_PLAN_TEXT];
         snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
         fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);
@@ -549,10 +549,10 @@ static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_variant *k,
     return status;
 }
 
-FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int eager,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdp_plan_cost c;
-    fsdp_status status = plan && by_calls ? fsdp_model_commit(plan->model) : FSDP_OK;
+    fsdp_status status = plan && eager ? fsdp_model_commit(plan->model) : FSDP_OK;
     if (status) return status; // a new layout has dropped all plans by now
     if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(
@@ -563,12 +563,12 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
-    if (!status && by_calls && plan->kinds[index]->options != fsdpi_plan_options(p->model))
+    if (!status && eager && plan->kinds[index]->options != fsdpi_plan_options(p->model))
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
                            "[E944] plan_simulate: options are not those of plan %d, so that its "
                            "calls would do something else: set them as they were when it was made",
                            index);
-    if (status || !by_calls)
+    if (status || !eager)
         return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
     fsdpi_plan_listing calls;
     status = fsdpi_plan_list_calls(p, plan->kinds[index], &calls);
@@ -663,7 +663,7 @@ FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp
         out->gather_bytes[i] = l->gather_bytes[i];
         out->reduce_bytes[i] = l->reduce_bytes[i];
     }
-    out->bytes[0] = l->by_calls;
+    out->bytes[0] = l->eager;
     out->bytes[1] = l->bytes;
     out->bound = l->bound;
     fsdpi_plan_count_open(plan, k, out);

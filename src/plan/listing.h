@@ -96,8 +96,8 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
-// Returns the number of entries in a table of events: one per slot, per block, and per carried-over slot
-// of each unit.
+// Returns the number of entries in a table of events: one per slot, per block, and per carried-over
+// slot of each unit.
 static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
     return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
 }
@@ -244,12 +244,12 @@ static const fsdp_unit *fsdpi_plan_outside_of(const fsdp_plan *p, const fsdp_mes
 
 /* Returns the one mesh that a plan knows: the model's. If a unit has other groups, and the
    model's mesh has all ranks of the world, it is the mesh of the unit that has most groups (as
-   the buckets of fsdp_replicate.h). Sets *stranger to a unit whose groups are not those of that
+   the buckets of fsdp_replicate.h). Sets *outside to a unit whose groups are not those of that
    mesh, or NULL. */
-static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp_unit **stranger) {
+static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp_unit **outside) {
     const fsdp_mesh_info *mesh = &p->model->info;
-    *stranger = fsdpi_plan_outside_of(p, mesh);
-    if (!*stranger || fsdp_mesh_size(p->mesh, -1) != p->world->size) return mesh;
+    *outside = fsdpi_plan_outside_of(p, mesh);
+    if (!*outside || fsdp_mesh_size(p->mesh, -1) != p->world->size) return mesh;
     for (int u = 0, most = -1; u < p->num_units; u++) {
         const fsdp_mesh_info *own = &p->units[u]->desc.info;
         int groups = (own->shard_comm != NULL) + (own->replicate_comm != NULL);
@@ -257,14 +257,14 @@ static const fsdp_mesh_info *fsdpi_plan_mesh_info(const fsdp_plan *p, const fsdp
         most = groups;
         mesh = own;
     }
-    if (!fsdpi_plan_outside_of(p, mesh)) *stranger = NULL;
+    if (!fsdpi_plan_outside_of(p, mesh)) *outside = NULL;
     return mesh;
 }
 
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_variant *k,
                                    const fsdpi_plan_tape *t, fsdpi_plan_listing *l) {
-    const fsdp_unit *stranger;
-    const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &stranger);
+    const fsdp_unit *outside;
+    const fsdp_mesh_info *mesh = fsdpi_plan_mesh_info(p, &outside);
     int group = 0;
     l->model = fsdpi_plan_model_hash(p);
     l->kind = fsdpi_plan_mix(k->options, (uint64_t)k->num_calls);

@@ -178,7 +178,8 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_variant *k,
     return status;
 }
 
-static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_variant *k, fsdpi_plan_tape *raw) {
+static fsdp_status fsdpi_plan_lower_eager(fsdp_plan *p, fsdpi_plan_variant *k,
+                                          fsdpi_plan_tape *raw) {
     fsdpi_plan_lowering show;
     fsdpi_plan_lowering_new(&show, p, raw, k, NULL, NULL, 0);
     fsdp_status status = fsdpi_plan_lower(&show);
@@ -425,20 +426,20 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_variant *k, f
 /* -------------------------------------------------------------------------------------------- */
 
 // Refuses a plan if the step depends on more than options and states.
-static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
+static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *eager) {
     char text[FSDPI_PLAN_TEXT] = "";
-    const fsdp_unit *stranger;
-    (void)fsdpi_plan_mesh_info(p, &stranger);
-    if (stranger)
+    const fsdp_unit *outside;
+    (void)fsdpi_plan_mesh_info(p, &outside);
+    if (outside)
         snprintf(text, sizeof text,
                  "unit '%.120s' has other groups of ranks than the others: give all units one mesh",
-                 fsdp_unit_label(stranger));
-    for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
-        if (p->mode_of_world == FSDP_RUN_STREAMS && by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+                 fsdp_unit_label(outside));
+    for (int i = 0; i < eager->num_ops && !text[0]; i++)
+        if (p->mode_of_world == FSDP_RUN_STREAMS && eager->ops[i].label == FSDP_LABEL_GRAD_HOOK)
             snprintf(text, sizeof text,
                      "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
                      "device",
-                     fsdp_unit_label(by_calls->ops[i].unit));
+                     fsdp_unit_label(eager->ops[i].unit));
     if (!text[0]) return FSDP_OK;
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED, text);
     return FSDP_ERR_UNSUPPORTED;
@@ -446,7 +447,7 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
 
 // Completes the listing of a variant that has a tape and places.
 static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k,
-                                             const fsdpi_plan_tape *by_calls,
+                                             const fsdpi_plan_tape *eager,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
@@ -455,17 +456,17 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k
     // it from later ones. That also holds if only some visits find a unit gathered
     // (unshard_in_backward 0).
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
-    for (int i = 0; i < by_calls->num_ops; i++) {
-        const fsdp_op *op = &by_calls->ops[i];
+    for (int i = 0; i < eager->num_ops; i++) {
+        const fsdp_op *op = &eager->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
         int u = op->unit && fills ? fsdpi_plan_index(op->unit) : -1;
-        if (u >= 0) f->order[u] = by_calls->held[u] ? 0 : 3;
+        if (u >= 0) f->order[u] = eager->held[u] ? 0 : 3;
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // reads of units in the eager step
         int u = k->calls[c].index, call = k->calls[c].call;
         int phase = call == FSDP_CALL_PRE_FORWARD ? 1 : call == FSDP_CALL_PRE_BACKWARD ? 2 : 0;
-        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED) f->order[u] &= ~phase;
+        if (eager->storage[c] != FSDP_STORAGE_UNSHARDED) f->order[u] &= ~phase;
         else k->listing.units[u].reads |= phase;
     }
     for (int u = 0; u < p->num_units && !status; u++) k->listing.units[u].reads &= f->order[u];
@@ -474,20 +475,20 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_variant *k
 
 // Makes all that needs no other rank: a plan without memory, and its proof.
 static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, int64_t most) {
-    fsdpi_plan_tape by_calls;
+    fsdpi_plan_tape eager;
     fsdpi_plan_facts f;
-    memset(&by_calls, 0, sizeof by_calls);
+    memset(&eager, 0, sizeof eager);
     memset(&f, 0, sizeof f);
-    fsdp_status status = fsdpi_plan_by_calls(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_refusal(p, &by_calls);
+    fsdp_status status = fsdpi_plan_lower_eager(p, k, &eager);
+    if (!status) status = fsdpi_plan_refusal(p, &eager);
     if (!status) status = fsdpi_plan_facts_new(p, k, &f);
-    if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
+    if (!status) status = fsdpi_plan_find_spans(p, &f, &eager);
     if (!status) {
-        fsdpi_plan_find_base(&f, &by_calls);
-        fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
+        fsdpi_plan_find_base(&f, &eager);
+        fsdpi_plan_count_ops(&eager, &k->listing, 0);
         status = fsdpi_plan_weigh(p, k, &f, most);
     }
-    if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
+    if (!status) status = fsdpi_plan_finish_listing(p, k, &eager, &f);
     fsdp_plan_proof proof;
     if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
     if (!status && proof.refuted) {
@@ -496,7 +497,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_variant *k, in
         fsdpi_plan_refuse(p, proof.text);
     }
     fsdpi_plan_facts_end(p, &f);
-    fsdpi_plan_tape_free(p, &by_calls);
+    fsdpi_plan_tape_free(p, &eager);
     return status;
 }
 
@@ -519,9 +520,9 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_variant *k, int *mad
                                  "cuts unevenly gives them: a plan is the same on all ranks");
         return FSDP_OK;
     }
-    int64_t by_calls = values[0], most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
+    int64_t eager = values[0], most = p->desc.most_bytes ? p->desc.most_bytes : eager;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
-    if (k) k->listing.by_calls = by_calls;
+    if (k) k->listing.eager = eager;
     own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);

@@ -89,7 +89,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t carried_over;         // 1: the slot that the unit held when the step began
+    int32_t carried_over;  // 1: the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit in a line, and its buffers: indices of slots, or FSDPI_PLAN_*.
@@ -120,7 +120,7 @@ typedef struct fsdpi_plan_unit {
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
     FSDPI_PLAN_JOINED = 64,          // most units in one bucket
-    FSDPI_PLAN_PATIENCE = 3,         // consecutive steps that leave a plan or cannot be recorded
+    FSDPI_PLAN_MOST_MISSES = 3,         // consecutive steps that leave a plan or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // bytes of slots, if the desc has no limit
 };
 
@@ -128,7 +128,7 @@ typedef struct fsdpi_plan_listing {
     uint64_t model, kind; // hashes: of the model; of options and initial state
     int32_t num_units, num_params, shards, replicas, mode; // mode: FSDP_RUN_*
     int32_t num_calls, forward_calls;
-    int64_t bytes, bound, by_calls;
+    int64_t bytes, bound, eager;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
     uint64_t gather_bytes[2], reduce_bytes[2];
     fsdpi_plan_unit *units; // [num_units]
@@ -151,8 +151,8 @@ typedef struct fsdpi_plan_use {
     int64_t bytes;
     int32_t from, to; // indices of ops; to: num_ops if it is held at the end
     int32_t slot;     // index of its place in the listing
-    int32_t next_adjacent;     // the use whose memory must follow directly; -1: none
-    int32_t is_adjacent; // 1: its memory follows that of another use
+    int32_t next_adjacent; // the use whose memory must follow directly; -1: none
+    int32_t is_adjacent;   // 1: its memory follows that of another use
 } fsdpi_plan_use;
 
 // A unit after a call: its states, the state of its gradients, and its slots.

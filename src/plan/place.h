@@ -199,9 +199,9 @@ static fsdp_buf *fsdpi_plan_carried_slot(const fsdpi_plan_tape *t, const fsdp_un
     return NULL;
 }
 
-// Places all uses of a tape: sets l->slots, l->bytes and l->bound. by_calls: as the pools do.
+// Places all uses of a tape: sets l->slots, l->bytes and l->bound. eager: as the pools do.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
-                                    uint32_t passes, int by_calls) {
+                                    uint32_t passes, int eager) {
     fsdpi_plan_places pl;
     size_t room = (size_t)t->num_uses;
     int64_t lasting = 0;
@@ -233,7 +233,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             arena = pl.bytes;
         }
         fsdpi_plan_pool_fit(t, &pl, !inlined, 0);
-        if (by_calls) fsdpi_plan_pool_fit(t, &pl, !inlined, 1);
+        if (eager) fsdpi_plan_pool_fit(t, &pl, !inlined, 1);
         if (arena < pl.bytes - pl.bytes / 20) {
             for (int i = 0; i < pl.num; i++) pl.pieces[i].offset = pl.kept[i];
             pl.bytes = arena;

@@ -180,8 +180,8 @@ static void fsdpi_plan_put_head(fsdpi_plan_out *o, const fsdpi_plan_listing *l) 
                    l->replicas, fsdpi_plan_modes[l->mode]);
     fsdpi_plan_put(o, "kind %016llx calls %d forward %d\n", (unsigned long long)l->kind,
                    l->num_calls, l->forward_calls);
-    fsdpi_plan_put(o, "bytes %lld bound %lld by_calls %lld\n", (long long)l->bytes,
-                   (long long)l->bound, (long long)l->by_calls);
+    fsdpi_plan_put(o, "bytes %lld bound %lld eager %lld\n", (long long)l->bytes,
+                   (long long)l->bound, (long long)l->eager);
     fsdpi_plan_put(o, "count gathers %d %d reductions %d %d replicas %d %d ops %d %d\n",
                    l->gathers[0], l->gathers[1], l->reductions[0], l->reductions[1],
                    l->replica_ops[0], l->replica_ops[1], l->ops[0], l->ops[1]);

@@ -39,19 +39,19 @@ enum {
 #define FSDP_X(name, text) FSDPI_WHY_##name,
     FSDPI_WHY_CATEGORIES(FSDP_X)
 #undef FSDP_X
-        FSDPI_WHY_PART_COUNT
+        FSDPI_WHY_CATEGORY_COUNT
 };
 
 typedef struct fsdpi_why_span {
     int64_t begin, end, own;          // own: nanoseconds that no other span covers
     const fsdpi_tr_event *op, *waits; // op: the cause; waits: the event that waits for it
-    uint8_t part, late;               // late: waits for members that came later
+    uint8_t category, late;           // late: waits for members that came later
 } fsdpi_why_span;
 
 typedef struct fsdpi_why_step { // a step of one rank
     const fsdpi_tr_rank *rank;
     uint32_t number;
-    int64_t begin, end, part[FSDPI_WHY_PART_COUNT];
+    int64_t begin, end, category[FSDPI_WHY_CATEGORY_COUNT];
     int64_t comm, hidden, late; // ns: a collective runs; COMPUTE hides it; waits for late ranks
     fsdpi_why_span *spans;      // in the order in which they cover each other
     int32_t num_spans;
@@ -73,7 +73,7 @@ static int fsdpi_why_by_time(const void *a, const void *b) {
 }
 
 static int fsdpi_why_floor(const fsdpi_why_span *s) {
-    return s->part >= FSDPI_WHY_GATHER ? 3 + s->late : s->part >= FSDPI_WHY_UPDATE ? 2 : 1;
+    return s->category >= FSDPI_WHY_GATHER ? 3 + s->late : s->category >= FSDPI_WHY_UPDATE ? 2 : 1;
 }
 
 // Orders spans by coverage, covered ones first. COMPUTE does one thing at a time, so spans of one
@@ -94,7 +94,7 @@ static uint64_t fsdpi_why_find(const void *list, size_t size, uint64_t num, int6
     return low;
 }
 
-/* Assigns each nanosecond of the step to the last span that contains it: step->part,
+/* Assigns each nanosecond of the step to the last span that contains it: step->category,
    spans[].own. comms: times at which collectives run, as pairs of begin and end. Returns 0, or
    -1 without memory. */
 static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t num_comms) {
@@ -104,7 +104,7 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
     uint64_t num = 0;
     char *under = (char *)(owner + most);
     if (!cuts) return -1;
-    memset(step->part, 0, sizeof step->part);
+    memset(step->category, 0, sizeof step->category);
     step->comm = step->hidden = step->late = 0;
     if (step->num_spans)
         qsort(step->spans, (size_t)step->num_spans, sizeof *step->spans, fsdpi_why_by_floor);
@@ -127,11 +127,11 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
         fsdpi_why_span *s = owner[k] ? &step->spans[owner[k] - 1] : NULL;
         const int64_t ns = cuts[k + 1] - cuts[k];
         if (cuts[k] < step->begin || cuts[k] >= step->end) continue;
-        step->part[s ? s->part : (uint8_t)FSDPI_WHY_COMPUTE] += ns;
+        step->category[s ? s->category : (uint8_t)FSDPI_WHY_COMPUTE] += ns;
         if (s) s->own += ns;
         if (s && s->late) step->late += ns;
         if (under[k]) step->comm += ns;
-        if (under[k] && !(s && s->part >= FSDPI_WHY_GATHER)) step->hidden += ns;
+        if (under[k] && !(s && s->category >= FSDPI_WHY_GATHER)) step->hidden += ns;
     }
     free(cuts);
     return 0;
@@ -139,11 +139,12 @@ static int fsdpi_why_share(fsdpi_why_step *step, const int64_t *comms, int32_t n
 
 static int64_t fsdpi_why_exposed(const fsdpi_why_step *s) {
     int64_t ns = 0;
-    for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_PART_COUNT; p++) ns += s->part[p];
+    for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_CATEGORY_COUNT; p++) ns += s->category[p];
     return ns;
 }
 static int64_t fsdpi_why_host(const fsdpi_why_step *s) {
-    return s->part[FSDPI_WHY_CALLS] + s->part[FSDPI_WHY_UPDATE] + s->part[FSDPI_WHY_COPY];
+    return s->category[FSDPI_WHY_CALLS] + s->category[FSDPI_WHY_UPDATE] +
+           s->category[FSDPI_WHY_COPY];
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -228,7 +229,7 @@ typedef struct fsdpi_why_spans {
     int failed;
 } fsdpi_why_spans;
 
-static void fsdpi_why_add(fsdpi_why_spans *all, int part, int late, int64_t begin, int64_t end,
+static void fsdpi_why_add(fsdpi_why_spans *all, int category, int late, int64_t begin, int64_t end,
                           const fsdpi_tr_event *op, const fsdpi_tr_event *waits) {
     fsdpi_why_step *step = all->step;
     begin = fsdpi_why_more(begin, step->begin), end = fsdpi_why_less(end, step->end);
@@ -241,18 +242,18 @@ static void fsdpi_why_add(fsdpi_why_spans *all, int part, int late, int64_t begi
         step->spans = (fsdpi_why_span *)more;
         all->cap = cap;
     }
-    const fsdpi_why_span s = {begin, end, 0, op, waits, (uint8_t)part, (uint8_t)late};
+    const fsdpi_why_span s = {begin, end, 0, op, waits, (uint8_t)category, (uint8_t)late};
     step->spans[step->num_spans++] = s;
 }
 
 // Adds a span in which COMPUTE runs an event or waits for it. Until the last member came, it waits
 // for that member.
-static void fsdpi_why_expose(fsdpi_why_spans *all, int part, int64_t begin, int64_t end,
+static void fsdpi_why_expose(fsdpi_why_spans *all, int category, int64_t begin, int64_t end,
                              const fsdpi_tr_event *op, const fsdpi_tr_event *waits) {
     const fsdpi_tr_rank *rank = all->step->rank;
-    fsdpi_why_add(all, part, 0, begin, end, op, waits);
+    fsdpi_why_add(all, category, 0, begin, end, op, waits);
     if (!op || !fsdpi_why_is_comm(op) || rank->last[op - rank->records] < 0) return;
-    fsdpi_why_add(all, part, 1, fsdpi_why_more(begin, op->begin_ns),
+    fsdpi_why_add(all, category, 1, fsdpi_why_more(begin, op->begin_ns),
                   fsdpi_why_less(end, rank->peers_ns[op - rank->records]), op, waits);
 }
 
@@ -261,10 +262,10 @@ static void fsdpi_why_record(fsdpi_why_spans *all, const fsdpi_tr_event *r) {
     const int64_t reached = r->begin_ns - r->waited_ns;
     if (reached < all->step->end && r->begin_ns > all->step->begin && r->waited_ns) {
         const fsdpi_tr_event *op = fsdpi_why_awaited(all->step, r);
-        const int part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
-                         : op                         ? fsdpi_why_part_of(all->step, op)
-                                                      : (int)FSDPI_WHY_OTHERS;
-        fsdpi_why_expose(all, part, reached, r->begin_ns, op, r);
+        const int category = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT
+                             : op                         ? fsdpi_why_part_of(all->step, op)
+                                                          : (int)FSDPI_WHY_OTHERS;
+        fsdpi_why_expose(all, category, reached, r->begin_ns, op, r);
     }
     if (fsdpi_why_is_comm(r))
         fsdpi_why_expose(all, fsdpi_why_part_of(all->step, r), r->begin_ns, r->end_ns, r, r);
@@ -563,18 +564,18 @@ static void fsdpi_why_reason(const fsdpi_why *y, const fsdpi_why_span *s, int la
     const fsdpi_tr_rank *rank = y->step.rank;
     const fsdpi_tr_event *op = s->op;
     const fsdpi_tr_event *call = fsdpi_why_call_of(rank, y->step.first, y->step.past, s->waits);
-    const int gathers = s->part == FSDPI_WHY_GATHER;
+    const int gathers = s->category == FSDPI_WHY_GATHER;
     const int64_t reached = op ? op->begin_ns - op->waited_ns : 0, mid = (s->end - s->begin) / 2;
     if (!op) return;
     if (late) fsdpi_why_say(t, " (rank %d came late)", (int)rank->last[op - rank->records]);
     else if (gathers && fsdpi_why_is_edge(&y->step, op, 1))
         fsdpi_why_say(t, " (first of the step: nothing to hide it behind)");
-    else if ((s->part == FSDPI_WHY_REDUCE || s->part == FSDPI_WHY_REPLICAS) &&
+    else if ((s->category == FSDPI_WHY_REDUCE || s->category == FSDPI_WHY_REPLICAS) &&
              fsdpi_why_is_edge(&y->step, op, 0))
         fsdpi_why_say(t, " (last of the step)");
     else if (rank->head.run == FSDP_RUN_INLINE || op == s->waits) return; // nothing can hide it
     else if (s->end - op->end_ns > mid) fsdpi_why_say(t, " (COMPUTE went on later than it ended)");
-    else if (s->part == FSDPI_WHY_SLOT)
+    else if (s->category == FSDPI_WHY_SLOT)
         fsdpi_why_say(t, " (the reduction still reads the slot for gradients)");
     else if (fsdpi_why_less(op->begin_ns, s->end) - fsdpi_why_more(reached, s->begin) > mid)
         fsdpi_why_say(t, " (it waits for a slot)");
@@ -592,7 +593,7 @@ static uint16_t fsdpi_why_what(const fsdpi_why_span *s) {
 }
 
 // Adds the two units for which COMPUTE waits longest, if each has at least a tenth of the wait.
-static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t) {
+static void fsdpi_why_say_worst(const fsdpi_why *y, int category, fsdpi_why_text *t) {
     const fsdpi_why_step *step = &y->step;
     const fsdpi_why_span *said = NULL;
     for (int turn = 0; turn < 2; turn++) {
@@ -601,17 +602,18 @@ static void fsdpi_why_say_worst(const fsdpi_why *y, int part, fsdpi_why_text *t)
         for (int32_t i = 0; i < step->num_spans; i++) {
             const fsdpi_why_span *s = &step->spans[i], *longest = s;
             int64_t ns = 0, late = 0;
-            if (s->part != part || (said && fsdpi_why_what(said) == fsdpi_why_what(s))) continue;
+            if (s->category != category || (said && fsdpi_why_what(said) == fsdpi_why_what(s)))
+                continue;
             for (int32_t k = 0; k < step->num_spans; k++) {
                 const fsdpi_why_span *o = &step->spans[k];
-                if (o->part != part || fsdpi_why_what(o) != fsdpi_why_what(s)) continue;
+                if (o->category != category || fsdpi_why_what(o) != fsdpi_why_what(s)) continue;
                 ns += o->own, late += o->late ? o->own : 0;
                 if (!o->late && o->end - o->begin > longest->end - longest->begin) longest = o;
             }
             if (ns > most || (ns == most && worst && s->begin < worst->begin))
                 worst = longest, most = ns, most_late = late;
         }
-        if (!worst || most * 10 < step->part[part]) return;
+        if (!worst || most * 10 < step->category[category]) return;
         fsdpi_why_say(t, "%s %s %.*f",
                       turn ? "," : "   worst:", fsdpi_tr_name(step->rank, fsdpi_why_what(worst)),
                       FSDPI_WHY_MS(t, most));
@@ -642,7 +644,7 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
     if (s->rank->head.dropped)
         fsdpi_why_say(t, "; %llu records had no room", (unsigned long long)s->rank->head.dropped);
     fsdpi_why_say(t, ")\n  compute  %10.*f   caller's time between calls\n",
-                  FSDPI_WHY_MS(t, s->part[FSDPI_WHY_COMPUTE]));
+                  FSDPI_WHY_MS(t, s->category[FSDPI_WHY_COMPUTE]));
     // If it is more, COMPUTE continued later than the end of the communication.
     fsdpi_why_say(
         t, "  exposed  %10.*f   %s %.*f ms of communication", FSDPI_WHY_MS(t, fsdpi_why_exposed(s)),
@@ -652,15 +654,15 @@ static void fsdpi_why_say_step(const fsdpi_why *y, fsdpi_why_text *t) {
         fsdpi_why_say(t, " (%.0f %% hidden)", 100.0 * (double)s->hidden / (double)s->comm);
     if (s->late) fsdpi_why_say(t, ", %.*f for ranks that came late", FSDPI_WHY_MS(t, s->late));
     fsdpi_why_say(t, "\n");
-    for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_PART_COUNT; p++) {
-        if (s->part[p] * 1000 < all) continue; // it would be printed as 0.0 %
-        fsdpi_why_say(t, "    %-10s%7.*f", names[p], FSDPI_WHY_MS(t, s->part[p]));
+    for (int p = FSDPI_WHY_GATHER; p < FSDPI_WHY_CATEGORY_COUNT; p++) {
+        if (s->category[p] * 1000 < all) continue; // it would be printed as 0.0 %
+        fsdpi_why_say(t, "    %-10s%7.*f", names[p], FSDPI_WHY_MS(t, s->category[p]));
         fsdpi_why_say_worst(y, p, t);
         fsdpi_why_say(t, "\n");
     }
     fsdpi_why_say(t, "  host     %10.*f   in calls:", FSDPI_WHY_MS(t, fsdpi_why_host(s)));
     for (int p = FSDPI_WHY_COPY; p >= FSDPI_WHY_CALLS; p--)
-        fsdpi_why_say(t, " %s %.*f%s", names[p], FSDPI_WHY_MS(t, s->part[p]),
+        fsdpi_why_say(t, " %s %.*f%s", names[p], FSDPI_WHY_MS(t, s->category[p]),
                       p > FSDPI_WHY_CALLS ? "," : "\n");
 }
 

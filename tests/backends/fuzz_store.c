@@ -56,7 +56,7 @@ static void say(state *s, fsdpi_conn *conn, int op, const uint8_t *key, size_t k
     fsdpi_frame f = {(uint16_t)op,       0, 0, key_size, value_size, (const char *)key,
                      (const char *)value};
     fsdpi_seal seal = conn->seal_in;
-    seal.on = conn->state != FSDPI_CONN_STRANGER;
+    seal.on = conn->state != FSDPI_CONN_UNTRUSTED;
     if (op == FSDPI_STORE_PROVE) fsdpi_seal_make(&seal, token, 0, conn->nonce, value);
     must(fsdpi_frame_put(&s->core.allocator, &out, &f, &seal));
     feed(s, conn, out.block, out.end);
@@ -66,7 +66,7 @@ static void say(state *s, fsdpi_conn *conn, int op, const uint8_t *key, size_t k
 // Feeds the proof of the token, then a hello, whose rank and size come from the input.
 static void hello(state *s, fsdpi_conn *conn, const uint8_t *data, size_t size) {
     uint8_t value[FSDPI_STORE_HELLO_BYTES] = {0};
-    if (conn->state == FSDPI_CONN_STRANGER)
+    if (conn->state == FSDPI_CONN_UNTRUSTED)
         say(s, conn, FSDPI_STORE_PROVE, NULL, 0, nonce, sizeof nonce);
     if (conn->state != FSDPI_CONN_PROVEN) return;
     value[0] = size > 0 ? data[0] % SIZE : 0, value[4] = SIZE;

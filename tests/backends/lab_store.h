@@ -25,7 +25,7 @@ typedef struct {
     fsdp_allocator allocator;
     int pids[RANKS], flags[FLAGS];
     int64_t when; /* start of a measurement, in ms */
-    fsdpi_failure verdicts[RANKS];
+    fsdpi_failure failures[RANKS];
     int up, down, squatter, served_at; /* fields of the separate process */
     int num_joined, *joined;           /* joined ranks; `joined` points to the counter in use */
     const void *extra;
@@ -208,21 +208,21 @@ H_FN void within(int64_t start_ms, int limit_ms) {
               slack(limit_ms));
 }
 
-H_FN fsdpi_failure await_verdict(client *c, int limit_ms) {
+H_FN fsdpi_failure await_failure(client *c, int limit_ms) {
     fsdpi_failure v;
     int64_t start = h_calm_ms();
     memset(&v, 0, sizeof v);
-    while (!fsdpi_store_verdict(c->store, &v)) {
-        CHECK_MSG(limit_ms && h_calm_ms() - start <= slack(limit_ms), "no verdict in time");
+    while (!fsdpi_store_failure(c->store, &v)) {
+        CHECK_MSG(limit_ms && h_calm_ms() - start <= slack(limit_ms), "no failure in time");
         usleep(300);
     }
     return v;
 }
 
-H_FN void no_verdict(client *c) {
+H_FN void no_failure(client *c) {
     fsdpi_failure v;
     memset(&v, 0, sizeof v);
-    CHECK_MSG(!fsdpi_store_verdict(c->store, &v), "status %d, '%s'", (int)v.status, v.reason);
+    CHECK_MSG(!fsdpi_store_failure(c->store, &v), "status %d, '%s'", (int)v.status, v.reason);
 }
 
 H_FN void put(client *c, const char *key, const void *value, size_t size) {
@@ -329,7 +329,7 @@ enum {
     OP_BYE,
     OP_JOINED,
     OP_LEFT,
-    OP_VERDICT,
+    OP_FAILURE,
     OP_CLOSING,
     OP_PROVE,
     OP_PROVEN

@@ -1116,12 +1116,12 @@ TEST(gloo, a_changed_handshake_is_refused) {
 
 /* Many untrusted peers connect: they send nothing, a little, or nonsense, and hang up at once or
    never; or they have seen the ticket, and stop after it. Then a member connects. */
-static void gets_past_strangers(int have_heard) {
-    enum { STRANGERS = 400 };
+static void gets_past_untrusted(int have_heard) {
+    enum { UNTRUSTED = 400 };
     gates *s = make_gates();
     const fsdpi_store_place *at = &s->gate[0].doors[0].place;
     struct linger reset = {1, 0};
-    int fd[STRANGERS];
+    int fd[UNTRUSTED];
     uint8_t noise[100], heard[52];
     memset(noise, 0x5A, sizeof noise);
     memcpy(noise, s->gate[0].doors[0].ticket, 15); /* only the last byte differs */
@@ -1130,7 +1130,7 @@ static void gets_past_strangers(int have_heard) {
     memcpy(heard, s->gate[0].doors[0].ticket, 16);
     memset(heard + 16, 0, sizeof heard - 16);
     heard[16] = 1;
-    for (int i = 0; i < STRANGERS; i++) {
+    for (int i = 0; i < UNTRUSTED; i++) {
         fd[i] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
         CHECK_EQ_INT(connect(fd[i], &at->at.any, at->size), 0);
         if (have_heard) CHECK_EQ_INT(send(fd[i], heard, sizeof heard, MSG_NOSIGNAL), sizeof heard);
@@ -1152,15 +1152,15 @@ static void gets_past_strangers(int have_heard) {
     int open_links = 0;
     for (int i = 0; i < s->gate[0].num_links; i++) open_links += s->gate[0].links[i].fd >= 0;
     CHECK(open_links <= FSDPI_GLOO_CALLERS + 2);
-    for (int i = 0; i < STRANGERS; i++)
+    for (int i = 0; i < UNTRUSTED; i++)
         if (fd[i] >= 0) close(fd[i]);
     free_gates(s);
 }
 
-TEST(gloo, a_member_gets_past_untrusted_peers) { gets_past_strangers(0); }
-TEST(gloo, a_member_gets_past_who_has_heard_the_ticket) { gets_past_strangers(1); }
+TEST(gloo, a_member_gets_past_untrusted_peers) { gets_past_untrusted(0); }
+TEST(gloo, a_member_gets_past_who_has_heard_the_ticket) { gets_past_untrusted(1); }
 TEST(long_gloo, a_member_gets_past_untrusted_peers_300_times, SECONDS(600) | AT_NIGHT(GLOO)) {
-    for (int i = 0; i < 300; i++) gets_past_strangers(0);
+    for (int i = 0; i < 300; i++) gets_past_untrusted(0);
 }
 
 /* ---- the last words of a rank that leaves ---------------------------------------------------- */

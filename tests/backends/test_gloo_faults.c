@@ -786,7 +786,7 @@ static void floods(int jobs) {
         munmap(j, sizeof *j);
     }
     for (int k = 0; k < 3; k++) end_scan(scanner[k]);
-    h_message("%d jobs in %.1f s, %d connections by strangers to their data ports", jobs,
+    h_message("%d jobs in %.1f s, %d connections by untrusted peers to their data ports", jobs,
               (double)(now_ns() - begin) * 1e-9, *touched);
     CHECK(*touched > jobs);
 }

@@ -52,7 +52,7 @@ static cudaError_t slow_malloc(void **ptr, size_t size) {
     if (size == (size_t)32 << 20) usleep((useconds_t)dawdle_ms * 1000);
     return cudaMalloc(ptr, size);
 }
-#define FSDPI_NCCL_PATIENCE_NS time_to_close_ns
+#define FSDPI_NCCL_CLOSE_NS time_to_close_ns
 #define cudaMalloc             slow_malloc
 #define ncclAllGather          noted_gather
 #define cudaEventQuery         counted_query

@@ -33,7 +33,7 @@ enum { FEWER = 1 };
 #else
 enum { FEWER = 0 };
 #endif
-enum { RANKS = 6, JOBS = 2, PORT = 29500, STRANGERS = 3 };
+enum { RANKS = 6, JOBS = 2, PORT = 29500, UNTRUSTED = 3 };
 
 /* ---- a job ----------------------------------------------------------------------------------- */
 
@@ -62,7 +62,7 @@ static int num_jobs;
 /* Notes when the first failure reaches a rank. */
 static void hears(void *user) {
     actor *a = (actor *)user;
-    if (!a->heard && a->store && fsdpi_store_verdict(a->store, NULL)) a->heard = os.now;
+    if (!a->heard && a->store && fsdpi_store_failure(a->store, NULL)) a->heard = os.now;
 }
 
 static void beats(void *user, fsdpi_store_beat *out) {
@@ -107,7 +107,7 @@ static fsdp_status give_up(actor *a, fsdp_status status, int culprit) {
     if (status != FSDP_ERR_PEER_LOST) fsdpi_store_abort(a->store, status, "round", text);
     fsdpi_failure v;
     fsdpi_text t = {a->text, sizeof a->text, 0};
-    if (fsdpi_store_verdict(a->store, &v)) fsdpi_say_failure(&t, &v);
+    if (fsdpi_store_failure(a->store, &v)) fsdpi_say_failure(&t, &v);
     else fsdpi_text_add(&t, "%s", text);
     return status;
 }
@@ -238,8 +238,8 @@ static void *launcher_main(void *arg) {
 static struct {
     os_proc *proc;
     int how, port, serves;
-} strangers[STRANGERS];
-static int num_strangers;
+} untrusted[UNTRUSTED];
+static int num_untrusted;
 
 static void nap(int ms) { os_sleep(os_between(1, ms) * OS_MS); }
 
@@ -252,16 +252,16 @@ static void speak(int fd, int how) {
 }
 
 /* Takes a port or connects to one; is silent, sends nonsense, or leaves at once. */
-static void *stranger_main(void *arg) {
-    int k = (int)(intptr_t)arg, how = strangers[k].how;
+static void *untrusted_main(void *arg) {
+    int k = (int)(intptr_t)arg, how = untrusted[k].how;
     struct sockaddr_in v4;
     memset(&v4, 0, sizeof v4);
     v4.sin_family = AF_INET;
-    v4.sin_addr.s_addr = htonl(strangers[k].serves ? INADDR_ANY : INADDR_LOOPBACK);
-    v4.sin_port = htons((uint16_t)strangers[k].port);
+    v4.sin_addr.s_addr = htonl(untrusted[k].serves ? INADDR_ANY : INADDR_LOOPBACK);
+    v4.sin_port = htons((uint16_t)untrusted[k].port);
     for (int turn = 0; turn < 20; turn++) {
         int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), peer;
-        if (!strangers[k].serves) {
+        if (!untrusted[k].serves) {
             (void)connect(fd, (struct sockaddr *)&v4, sizeof v4);
             nap(30);
             speak(fd, how);
@@ -320,7 +320,7 @@ static void make_job(int number) {
     j->number = number;
     j->size = number ? (int)os_between(1, 2) : (int)os_between(1, RANKS);
     j->hosts = (int)os_between(1, j->size < 3 ? j->size : 3);
-    int may_be_short = !num_strangers && !os.slow_names; /* a name takes 2 s at most */
+    int may_be_short = !num_untrusted && !os.slow_names; /* a name takes 2 s at most */
     j->timeout = (may_be_short && os_one_in(3) ? 4 : os_one_in(2) ? 10 : 30) * OS_S;
     j->pause = os_one_in(2) ? OS_MS : 50 * OS_MS;
     j->rounds = (int)os_between(1, 12);
@@ -428,14 +428,14 @@ static void plan_soft(job *j) {
     }
 }
 
-static void make_strangers(void) { /* each silent one costs a rank a second in each round */
-    num_strangers = os_one_in(3) ? (int)os_between(1, STRANGERS) : 0;
-    for (int k = 0; k < num_strangers; k++) {
-        strangers[k].how = (int)os_rand(8);
-        strangers[k].port = PORT + (int)os_rand(2);
-        strangers[k].serves = os_one_in(2);
-        strangers[k].proc = os_process("stranger", 0, os.now + os_between(0, 100) * OS_MS,
-                                       stranger_main, (void *)(intptr_t)k);
+static void make_untrusted(void) { /* each silent one costs a rank a second in each round */
+    num_untrusted = os_one_in(3) ? (int)os_between(1, UNTRUSTED) : 0;
+    for (int k = 0; k < num_untrusted; k++) {
+        untrusted[k].how = (int)os_rand(8);
+        untrusted[k].port = PORT + (int)os_rand(2);
+        untrusted[k].serves = os_one_in(2);
+        untrusted[k].proc = os_process("untrusted", 0, os.now + os_between(0, 100) * OS_MS,
+                                       untrusted_main, (void *)(intptr_t)k);
     }
 }
 
@@ -588,7 +588,7 @@ static H_PRINTF(1, 2) void run(const char *what, ...) {
 static void run_seed(uint64_t seed) {
     os_begin(seed);
     num_jobs = os_one_in(4) ? 2 : 1;
-    make_strangers();
+    make_untrusted();
     for (int i = 0; i < num_jobs; i++) make_job(i);
     if (os_one_in(2)) plan_soft(&jobs[0]);
     int hard = os_one_in(2) ? 0 : (int)os_between(1, 3);
@@ -630,7 +630,7 @@ static void make_plain(int has_launcher, int is_host, int64_t pause) {
     os.parts = os.interrupts = os.slow_names = 0;
     os.latency = os.jitter = 100000;
     num_jobs = 1;
-    num_strangers = 0;
+    num_untrusted = 0;
     memset(j, 0, sizeof *j);
     j->size = 3,
     j->hosts = is_host               ? 1
@@ -756,7 +756,7 @@ static void trade(actor *a) {
     w.base.boot = d.boot, w.base.transport = &table, w.base.failed = &w.store->judged;
     c.world = &w.base, c.boot = &w.base.boot, c.index = a->rank, c.size = a->size;
     c.ranks = (int32_t *)(intptr_t)ids;
-    for (int k = 1; !fsdpi_store_verdict(w.store, NULL); k++) {
+    for (int k = 1; !fsdpi_store_failure(w.store, NULL); k++) {
         int64_t until = os.now + d.boot.timeout_ns;
         uint8_t missing[RANKS] = {0};
         char reason[FSDPI_REASON];
@@ -774,7 +774,7 @@ static void trade(actor *a) {
         else if (!fsdpi_comm_failed(&c) && fsdpi_say_late(&t, &c, missing, "come"))
             fsdpi_store_abort(w.store, FSDP_ERR_TIMEOUT, "round", reason);
     }
-    snprintf(a->text, sizeof a->text, "%s", w.store->verdict.reason);
+    snprintf(a->text, sizeof a->text, "%s", w.store->failure.reason);
     a->status = FSDP_ERR_TIMEOUT;
     fsdpi_store_close(w.store);
 }
@@ -785,7 +785,7 @@ static void blame_seed(uint64_t seed) {
     job *j = &jobs[0];
     char want[80];
     os_begin(seed);
-    num_jobs = 1, num_strangers = 0;
+    num_jobs = 1, num_untrusted = 0;
     memset(j, 0, sizeof *j), memset(&links, 0, sizeof links);
     j->size = (int)os_between(2, RANKS), j->hosts = (int)os_between(1, j->size < 3 ? j->size : 3);
     j->timeout = os_between(2, 8) * OS_S;

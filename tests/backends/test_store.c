@@ -124,13 +124,13 @@ static void meets(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     enter(&c, s, rank);
-    no_verdict(&c);
+    no_failure(&c);
     exchange(&c, world, "a");
     is_numeric(fsdpi_store_address(c.store));
     if (s->port) CHECK(strchr(fsdpi_store_address(c.store), s->address[6] == '[' ? ':' : '.'));
     if (s->own[0]) CHECK_EQ_STR(fsdpi_store_address(c.store), s->own);
     exchange(&c, world, "b");
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, world);
 }
 TEST_P(store_open, meets, places, row->world == 4 ? MANY_RANKS : 0) {
@@ -400,7 +400,7 @@ static void values(int rank, int world, void *arg) {
     }
     CHECK_STATUS(fsdpi_store_set(c.store, "big", out, 16 * MIB + 1), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdpi_store_set(c.store, "big", out, SIZE_MAX), FSDP_ERR_INVALID_ARG);
-    no_verdict(&c); /* a refused call does no harm */
+    no_failure(&c); /* a refused call does no harm */
     exchange(&c, world, "after");
     leave(&c, s, world);
     free(in), free(out);
@@ -432,7 +432,7 @@ TEST(store_keys, keys) {
     get_text(&c, "a", "new");
     put(&c, "a", "", 0);
     get_text(&c, "a", "");
-    no_verdict(&c);
+    no_failure(&c);
     fsdpi_store_close(c.store);
 }
 
@@ -458,7 +458,7 @@ TEST(store_keys, deleted_and_never_set) {
     CHECK_OK(fsdpi_store_delete(c.store, "never"));
     for (int i = 0; i < 100; i++) /* the server forgets them too: it serves 64 at a time */
         CHECK_STATUS(try_get(&c, "never", text, 8, &size, 1), FSDP_ERR_TIMEOUT);
-    no_verdict(&c); /* a get that times out is no failure of the job */
+    no_failure(&c); /* a get that times out is no failure of the job */
     put(&c, "a", "2", 1);
     get_text(&c, "a", "2");
     CHECK_OK(fsdpi_store_get(c.store, "a", text, 8, &size, INT64_MAX));
@@ -477,7 +477,7 @@ TEST(store_keys, value_larger_than_the_buffer) {
     for (int i = 4; i < 16; i++) CHECK_EQ_INT(text[i], 0x77);
     CHECK(try_get(&c, "a", NULL, 0, &size, 1000) != FSDP_OK);
     get_text(&c, "a", "0123456789");
-    no_verdict(&c);
+    no_failure(&c);
     fsdpi_store_close(c.store);
 }
 
@@ -555,7 +555,7 @@ static void many_threads(int rank, int world, void *arg) {
         CHECK_EQ_INT(pthread_create(&thread[i], NULL, lane_main, &lanes[i]), 0);
     }
     for (int i = 0; i < 6; i++) pthread_join(thread[i], NULL);
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, world);
 }
 TEST(store_keys, several_threads_of_a_rank) {
@@ -599,7 +599,7 @@ TEST(long_store, total_is_bounded, SECONDS(120) | NIGHT) {
     }
     CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
     CHECK_MSG(count >= 60 && count <= 65, "refused after %d values of 16 MiB", count);
-    no_verdict(&c);
+    no_failure(&c);
     put(&c, "big-1", value, 16 * MIB); /* replaces the old one */
     CHECK_OK(fsdpi_store_delete(c.store, "big-0"));
     put(&c, "again", value, 15 * MIB);
@@ -658,7 +658,7 @@ static void stranger(int process, int world, void *arg) {
     raise_flag(&s->flags[0]);
     await_flag(&s->flags[1], 1);
     exchange(&c, 3, "a");
-    CHECK(!fsdpi_store_verdict(c.store, NULL));
+    CHECK(!fsdpi_store_failure(c.store, NULL));
     leave(&c, s, 3);
 }
 TEST_P(store_refused, other_world_size_of_another_job, wheres) {
@@ -707,7 +707,7 @@ static void other_token(int process, int world, void *arg) {
     raise_flag(&s->flags[0]);
     await_flag(&s->flags[1], 1);
     exchange(&c, fewer, "b");
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, fewer);
 }
 TEST(store_refused, wrong_token) { run(make_setup(AT_IPV4, 4, 0, 20000), other_token); }
@@ -728,7 +728,7 @@ static void two_jobs(int process, int world, void *arg) {
     if (s->extra) usleep((useconds_t)(process * 30000)); /* otherwise all at once */
     enter(&c, &mine, process / 2);
     exchange(&c, mine.world, process & 1 ? "b" : "a");
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, 4);
 }
 static const where jobs[] = {{"tcp/at_once", AT_IPV4, 0},
@@ -798,7 +798,7 @@ static void meets_in_time(int rank, int world, void *arg) {
     if (rank == 0) h_message("rank 0 was in after %lld ms", (long long)(h_calm_ms() - start));
     within(start, 4000);
     exchange(&c, world, "a");
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, world);
 }
 
@@ -918,10 +918,10 @@ static void await_beat(client *c, int rank, const char *text) {
     CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED);
 }
 
-static void same_verdicts(const setup *s, int but) {
+static void same_failures(const setup *s, int but) {
     const fsdpi_failure *first = NULL;
     for (int r = 0; r < s->world; r++) {
-        const fsdpi_failure *v = &s->verdicts[r];
+        const fsdpi_failure *v = &s->failures[r];
         if (r == but) continue;
         if (!first) first = v;
         CHECK_MSG(v->status && v->status == first->status && v->rank == first->rank &&
@@ -944,7 +944,7 @@ static void all_calls_fail(client *c, fsdp_status status) {
     CHECK_STATUS(fsdpi_store_ask(c->store, 0, &p, 5000 * MS), status);
     fsdpi_store_abort(c->store, FSDP_ERR_INTERNAL, "later", "too late");
     within(start, 150);
-    CHECK_EQ_INT(await_verdict(c, 0).status, status); /* the first failure counts */
+    CHECK_EQ_INT(await_failure(c, 0).status, status); /* the first failure counts */
     CHECK(__atomic_load_n(&c->events, __ATOMIC_SEQ_CST) > 0);
 }
 
@@ -953,7 +953,7 @@ static void *blocked_get(void *arg) {
     char text[8];
     size_t size;
     fsdp_status status = try_get(c, "never", text, 8, &size, 30000);
-    CHECK_STATUS(status, await_verdict(c, 0).status);
+    CHECK_STATUS(status, await_failure(c, 0).status);
     return NULL;
 }
 
@@ -975,7 +975,7 @@ static void loses_one(int rank, int world, void *arg) {
         if (d->how == KILLED) h_die(SIGKILL);
         _exit(0);
     }
-    s->verdicts[rank] = await_verdict(&c, 30000);
+    s->failures[rank] = await_failure(&c, 30000);
     within(s->when, 1000);
     pthread_join(waiter, NULL);
     within(s->when, 1000);
@@ -989,8 +989,8 @@ static void one_dies(const death *row) {
     char who[16];
     s->extra = row;
     run(s, loses_one);
-    same_verdicts(s, row->victim);
-    const fsdpi_failure *v = &s->verdicts[row->victim ? 0 : 1];
+    same_failures(s, row->victim);
+    const fsdpi_failure *v = &s->failures[row->victim ? 0 : 1];
     snprintf(who, sizeof who, "rank %d", row->victim);
     CHECK_EQ_INT(v->status, FSDP_ERR_PEER_LOST);
     CHECK_EQ_INT(v->rank, -1);
@@ -1018,17 +1018,17 @@ static void loses_launcher(int rank, int world, void *arg) {
     await_flag(&s->flags[0], 1);
     CHECK_OK(open_as(&c, s, rank, world - 1));
     raise_flag(&s->flags[1]);
-    s->verdicts[rank] = await_verdict(&c, 2000);
+    s->failures[rank] = await_failure(&c, 2000);
     within(s->when, 1000);
-    says(s->verdicts[rank].reason, "launcher");
-    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
+    says(s->failures[rank].reason, "launcher");
+    CHECK_EQ_INT(s->failures[rank].status, FSDP_ERR_PEER_LOST);
     all_calls_fail(&c, FSDP_ERR_PEER_LOST);
     fsdpi_store_close(c.store);
 }
 TEST(store_lost, launcher_dies) {
     setup *s = make_setup(AT_IPV4, 4, 0, 20000);
     run(s, loses_launcher);
-    same_verdicts(s, 3);
+    same_failures(s, 3);
 }
 
 /* Two ranks die at once: there is one failure, about one of them. */
@@ -1039,7 +1039,7 @@ static void loses_two(int rank, int world, void *arg) {
     exchange(&c, world, "a");
     gather_at(s, 0);
     if (rank >= world - 2) h_die(SIGKILL);
-    s->verdicts[rank] = await_verdict(&c, 1500);
+    s->failures[rank] = await_failure(&c, 1500);
     fsdpi_store_close(c.store);
 }
 TEST(store_lost, two_die_at_once) {
@@ -1047,8 +1047,8 @@ TEST(store_lost, two_die_at_once) {
         setup *s = make_setup(i & 1 ? AT_IPV4 : AT_HOST, 6, 0, 20000);
         run(s, loses_two);
         s->world = 4;
-        same_verdicts(s, -1);
-        CHECK(strstr(s->verdicts[0].reason, "rank 4") || strstr(s->verdicts[0].reason, "rank 5"));
+        same_failures(s, -1);
+        CHECK(strstr(s->failures[0].reason, "rank 4") || strstr(s->failures[0].reason, "rank 5"));
     }
 }
 
@@ -1086,7 +1086,7 @@ static void leaves(int rank, int world, void *arg) {
         within(start, 300);
     }
     usleep(100000);
-    no_verdict(&c);
+    no_failure(&c);
     fsdpi_store_close(c.store);
 }
 static const struct {
@@ -1119,7 +1119,7 @@ static void abort_without_server(int rank, int world, void *arg) {
     int64_t start = h_calm_ms();
     fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "step 3", "enough");
     within(start, 300);
-    fsdpi_failure v = await_verdict(&c, 0);
+    fsdpi_failure v = await_failure(&c, 0);
     CHECK_EQ_INT(v.status, FSDP_ERR_ABORTED);
     CHECK_EQ_INT(v.rank, rank);
     CHECK_EQ_STR(v.reason, "enough");
@@ -1142,7 +1142,7 @@ static void stopped_server(int rank, int world, void *arg) {
     exchange(&c, world, "a");
     gather_at(s, 0);
     if (rank == 0) { /* rank 1 stops this rank, which gets the failure afterwards */
-        s->verdicts[0] = await_verdict(&c, 2000);
+        s->failures[0] = await_failure(&c, 2000);
         fsdpi_store_close(c.store);
         return;
     }
@@ -1160,9 +1160,9 @@ static void stopped_server(int rank, int world, void *arg) {
     start = h_calm_ms();
     fsdpi_store_abort(c.store, FSDP_ERR_TIMEOUT, "all_gather", "rank 0 has not come");
     within(start, 300);
-    s->verdicts[rank] = await_verdict(&c, 0);
-    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_TIMEOUT);
-    CHECK_EQ_STR(s->verdicts[rank].reason, "rank 0 has not come");
+    s->failures[rank] = await_failure(&c, 0);
+    CHECK_EQ_INT(s->failures[rank].status, FSDP_ERR_TIMEOUT);
+    CHECK_EQ_STR(s->failures[rank].reason, "rank 0 has not come");
     start = h_calm_ms();
     fsdpi_store_close(c.store);
     within(start, 600);
@@ -1172,7 +1172,7 @@ static void stopped_server(int rank, int world, void *arg) {
 TEST(store_abort, server_is_stopped) {
     setup *s = make_setup(AT_IPV4, 3, 0, 20000);
     run(s, stopped_server);
-    CHECK(s->verdicts[0].status);
+    CHECK(s->failures[0].status);
 }
 
 /* ---- failures -------------------------------------------------------------------------------- */
@@ -1207,9 +1207,9 @@ static void aborts(int rank, int world, void *arg) {
         fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, subject, reason);
         within(calm, 250);
         if (h_now_ms() - start >= 90) raise_flag(&s->flags[4]);  /* decided without the server */
-        CHECK(fsdpi_store_verdict(c.store, &s->verdicts[rank])); /* a failure is known on return */
+        CHECK(fsdpi_store_failure(c.store, &s->failures[rank])); /* a failure is known on return */
     }
-    s->verdicts[rank] = await_verdict(&c, 500);
+    s->failures[rank] = await_failure(&c, 500);
     pthread_join(waiter, NULL);
     all_calls_fail(&c, FSDP_ERR_ABORTED);
     fsdpi_store_close(c.store);
@@ -1220,10 +1220,10 @@ TEST_P(store_abort, reaches_all, abortions) {
         s->extra = row;
         run(s, aborts);
         if (s->flags[4]) h_message("the server did not run in time: no comparison");
-        else same_verdicts(s, -1);
-        int who = s->verdicts[0].rank;
+        else same_failures(s, -1);
+        int who = s->failures[0].rank;
         CHECK(who >= row->world - row->aborts && who < row->world);
-        CHECK(strlen(s->verdicts[0].reason) > 10 && strlen(s->verdicts[0].subject) > 10);
+        CHECK(strlen(s->failures[0].reason) > 10 && strlen(s->failures[0].subject) > 10);
     }
 }
 
@@ -1234,11 +1234,11 @@ static void aborts_without_words(int rank, int world, void *arg) {
     enter(&c, s, rank);
     gather_at(s, 0);
     if (rank) fsdpi_store_abort(c.store, FSDP_ERR_BACKEND, "", "");
-    s->verdicts[rank] = await_verdict(&c, 1000);
-    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_BACKEND);
-    CHECK_EQ_STR(s->verdicts[rank].subject, "");
-    CHECK_EQ_STR(s->verdicts[rank].reason, "");
-    CHECK_EQ_INT(s->verdicts[rank].rank, 1);
+    s->failures[rank] = await_failure(&c, 1000);
+    CHECK_EQ_INT(s->failures[rank].status, FSDP_ERR_BACKEND);
+    CHECK_EQ_STR(s->failures[rank].subject, "");
+    CHECK_EQ_STR(s->failures[rank].reason, "");
+    CHECK_EQ_INT(s->failures[rank].rank, 1);
     fsdpi_store_close(c.store);
 }
 TEST(store_abort, empty_texts) { run(make_setup(AT_HOST, 2, 0, 20000), aborts_without_words); }
@@ -1252,12 +1252,12 @@ static void aborts_and_goes(int rank, int world, void *arg) {
     gather_at(s, 0);
     if (rank == *(const int *)s->extra) {
         fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "step 3", "enough");
-        s->verdicts[rank] = await_verdict(&c, 0);
+        s->failures[rank] = await_failure(&c, 0);
         fsdpi_store_close(c.store);
         h_shared->state[rank + 1] = H_DIES;
         _exit(0);
     }
-    s->verdicts[rank] = await_verdict(&c, 1000);
+    s->failures[rank] = await_failure(&c, 1000);
     usleep(50000);
     fsdpi_store_close(c.store);
 }
@@ -1267,9 +1267,9 @@ TEST(store_abort, then_exits) {
         setup *s = make_setup(i ? AT_HOST : AT_IPV4, 3, 0, 20000);
         s->extra = &who[i];
         run(s, aborts_and_goes);
-        same_verdicts(s, -1);
-        CHECK_EQ_STR(s->verdicts[0].reason, "enough");
-        CHECK_EQ_INT(s->verdicts[0].rank, i);
+        same_failures(s, -1);
+        CHECK_EQ_STR(s->failures[0].reason, "enough");
+        CHECK_EQ_INT(s->failures[0].rank, i);
     }
 }
 
@@ -1296,7 +1296,7 @@ static void asks(int rank, int world, void *arg) {
     }
     CHECK_STATUS(fsdpi_store_ask(c.store, world, &p, 1000 * MS), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdpi_store_ask(c.store, -1, &p, 1000 * MS), FSDP_ERR_INVALID_ARG);
-    no_verdict(&c);
+    no_failure(&c);
     gather_at(s, 0);
     fsdpi_store_close(c.store);
 }
@@ -1319,7 +1319,7 @@ static void asks_about_stopped(int rank, int world, void *arg) {
                   (long long)p.silent_ns);
         CHECK_MSG(p.since_ns >= 100 * MS, "%lld", (long long)p.since_ns);
         CHECK_EQ_INT(p.state, FSDPI_PEER_JOINED); /* silence by itself is no failure */
-        no_verdict(&c);
+        no_failure(&c);
         kill(s->pids[1], SIGCONT);
     }
     exchange(&c, world, "b");
@@ -1532,7 +1532,7 @@ static void attacked(int process, int world, void *arg) {
     if (a->late && process == 2) within(start, 2500);
     if (process) raise_flag(&s->flags[0]);
     works_under_attack(&c, s, 40);
-    no_verdict(&c);
+    no_failure(&c);
     raise_flag(&s->flags[1]);
     await_flag(&s->flags[1], 3);
     if (process == 0) {
@@ -1555,7 +1555,7 @@ static void job_goes_on(const attack *row) {
     run(s, attacked);
     CHECK_MSG(s->flags[4] < slack(1500), "an exchange took %d ms", s->flags[4]);
 }
-TEST_P(store_strangers, job_goes_on, attacks, SLOW) { job_goes_on(row); }
+TEST_P(store_untrusted, job_goes_on, attacks, SLOW) { job_goes_on(row); }
 TEST_P(long_store, job_goes_on, more_attacks, NIGHT) { job_goes_on(row); }
 
 /* A connection that sends nothing is closed after 5 s. */
@@ -1602,7 +1602,7 @@ TEST(store_refused, texts_on_the_wire) {
     CHECK_EQ_INT(flags, FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(wire_frame(&w, text, sizeof text, &flags), 0);
     close(w.fd);
-    no_verdict(&c);
+    no_failure(&c);
     put(&c, "a", "1", 1), get_text(&c, "a", "1");
     fsdpi_store_close(c.store);
 }
@@ -1759,10 +1759,10 @@ static void with_bad_member(int rank, int world, void *arg) {
     raise_flag(&s->flags[0]);
     int64_t start = h_calm_ms();
     if (b->says) {
-        s->verdicts[rank] = await_verdict(&c, 20000);
-        CHECK_EQ_INT(s->verdicts[rank].status,
+        s->failures[rank] = await_failure(&c, 20000);
+        CHECK_EQ_INT(s->failures[rank].status,
                      strstr(b->says, "cut off") ? FSDP_ERR_IO : FSDP_ERR_PEER_LOST);
-        says(s->verdicts[rank].reason, b->says);
+        says(s->failures[rank].reason, b->says);
     } else {
         for (int i = 0; i < 50; i++) {
             start = h_calm_ms();
@@ -1770,7 +1770,7 @@ static void with_bad_member(int rank, int world, void *arg) {
             within(start, 1500);
         }
         if (b->kind == B_SLOW) get_text(&c, "slow", "x");
-        no_verdict(&c);
+        no_failure(&c);
     }
     long long peak = (long long)__atomic_load_n(&t.peak, __ATOMIC_SEQ_CST);
     CHECK_MSG(peak < 150 * (long long)MIB, "%lld bytes", peak);
@@ -1779,7 +1779,7 @@ static void with_bad_member(int rank, int world, void *arg) {
     fsdpi_store_close(c.store);
     CHECK_EQ_INT(t.heap.live, 0);
 }
-TEST_P(store_strangers, bad_member, bad_members, SLOW) {
+TEST_P(store_untrusted, bad_member, bad_members, SLOW) {
     setup *s = make_setup(AT_IPV4, 3, 0, 20000);
     if (W_SLOW && row->kind == B_GREEDY) SKIP("half a minute with a sanitizer");
     s->extra = row;
@@ -1810,7 +1810,7 @@ TEST(store_keys, large_values_at_the_same_time, SECONDS(120) | SLOW) {
     put(&c, "much", value, MUCH);
     for (int i = 0; i < 5; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, get_much, &c), 0);
     for (int i = 0; i < 5; i++) pthread_join(thread[i], NULL);
-    no_verdict(&c);
+    no_failure(&c);
     fsdpi_store_close(c.store);
     free(value);
 }
@@ -1859,7 +1859,7 @@ static fsdp_status life(setup *s) {
     seen = fsdpi_store_ask(c.store, 0, &p, 100 * MS);
     if (!status) status = seen;
     fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "a", "b");
-    if (!fsdpi_store_verdict(c.store, &s->verdicts[0])) status = FSDP_ERR_INTERNAL;
+    if (!fsdpi_store_failure(c.store, &s->failures[0])) status = FSDP_ERR_INTERNAL;
     fsdpi_store_close(c.store);
     return status;
 }
@@ -1927,7 +1927,7 @@ static void interrupted(int rank, int world, void *arg) {
         snprintf(what, sizeof what, "%d", i);
         exchange(&c, world, what);
     }
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, world);
     memset(&t, 0, sizeof t);
     CHECK(!setitimer(ITIMER_REAL, &t, NULL));
@@ -1968,7 +1968,7 @@ static void few_descriptors(int rank, int world, void *arg) {
     if (rank == 2)
         h_message("in after %lld ms", (long long)(h_calm_ms() - start)), within(start, 4000);
     exchange(&c, 3, "a");
-    no_verdict(&c);
+    no_failure(&c);
     if (rank == 2) raise_flag(&s->flags[1]);
     leave(&c, s, 3);
 }
@@ -2071,10 +2071,10 @@ static void dies_inside(int rank, int world, void *arg) {
         s->when = h_calm_ms();
         h_die(SIGKILL);
     }
-    s->verdicts[rank] = await_verdict(&c, 20000);
+    s->failures[rank] = await_failure(&c, 20000);
     within(s->when, 1000);
-    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
-    says(s->verdicts[rank].reason, "rank 1 has died");
+    CHECK_EQ_INT(s->failures[rank].status, FSDP_ERR_PEER_LOST);
+    says(s->failures[rank].reason, "rank 1 has died");
     usleep(10000);
     fsdpi_store_close(c.store);
 }
@@ -2084,7 +2084,7 @@ TEST(store_lost, in_the_middle_of_a_value) {
         int us = 1000 + 11000 * i;
         s->extra = &us;
         run(s, dies_inside);
-        same_verdicts(s, 1);
+        same_failures(s, 1);
     }
 }
 
@@ -2131,8 +2131,8 @@ static void dies_any_time(int rank, int world, void *arg) {
         if (status) break;
     }
     CHECK_STATUS(status, FSDP_ERR_PEER_LOST);
-    s->verdicts[rank] = await_verdict(&c, 0);
-    CHECK_EQ_INT(s->verdicts[rank].lost, when[1]);
+    s->failures[rank] = await_failure(&c, 0);
+    CHECK_EQ_INT(s->failures[rank].lost, when[1]);
     s->flags[1]++;
     usleep(20000);
     fsdpi_store_close(c.store);
@@ -2170,7 +2170,7 @@ typedef struct {
     fsdpi_conn *conn;
     unsigned char nonce[32];
     wire w; /* keys, once PROVE is sent */
-    int hello_sent, proven, joined, verdicts, closing, ended;
+    int hello_sent, proven, joined, failures, closing, ended;
     size_t in_at, in_size, out_size;
     /* in: frames to feed in pieces; out: an unfinished frame of the core */
     unsigned char *in, *out;
@@ -2186,7 +2186,7 @@ typedef struct {
     char model[F_KEYS][40];   /* values that it has set; "": none */
     int asked;                /* key of its outstanding GET, or -1 */
     uint32_t asked_id, next_id;
-    int64_t fed, frames, joins, verdicts, answers;
+    int64_t fed, frames, joins, failures, answers;
 } fuzz;
 
 static uint64_t dice(fuzz *f, uint64_t sides) { return h_rand64(&f->seed) % sides; }
@@ -2265,13 +2265,13 @@ static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t siz
         break;
     case OP_JOINED: CHECK(c->joined); break;
     case OP_LEFT: CHECK(c->joined && size == 4 && number_at(value, 4) < F_SIZE); break;
-    case OP_VERDICT: {
+    case OP_FAILURE: {
         int32_t status = (int32_t)number_at(value, 4), rank = (int32_t)number_at(value + 4, 4);
         CHECK(size >= 13 && size <= 12 + 192 + 800 && memchr(value + 12, 0, size - 12));
         CHECK(status > 0 && status <= FSDP_ERR_INTERNAL && rank >= -1 && rank < F_SIZE);
-        CHECK(c->hello_sent && !c->verdicts++);
+        CHECK(c->hello_sent && !c->failures++);
         if (!c->joined) c->ended = 1;
-        f->verdicts++;
+        f->failures++;
         break;
     }
     case OP_CLOSING: c->closing = c->ended = 1; break;
@@ -2501,7 +2501,7 @@ static void fuzz_step(fuzz *f) {
 /* Runs one world after another until `inputs` inputs were fed. */
 static void fuzz_inputs(int64_t inputs, uint64_t seed) {
     fuzz *f = (fuzz *)malloc(sizeof *f);
-    int64_t fed = 0, frames = 0, joins = 0, verdicts = 0, answers = 0, worlds = 0;
+    int64_t fed = 0, frames = 0, joins = 0, failures = 0, answers = 0, worlds = 0;
     CHECK(f != NULL);
     for (; fed < inputs; worlds++) {
         fuzz_begin(f, seed + (uint64_t)worlds * 77);
@@ -2519,15 +2519,15 @@ static void fuzz_inputs(int64_t inputs, uint64_t seed) {
         }
         fsdpi_store_core_close(&f->core);
         CHECK_EQ_INT(f->heap.live, 0);
-        fed += f->fed, frames += f->frames, joins += f->joins, verdicts += f->verdicts,
+        fed += f->fed, frames += f->frames, joins += f->joins, failures += f->failures,
             answers += f->answers;
     }
     h_message(
-        "%lld inputs in %lld worlds: %lld frames came back, %lld joins, %lld verdicts, %lld values",
-        (long long)fed, (long long)worlds, (long long)frames, (long long)joins, (long long)verdicts,
+        "%lld inputs in %lld worlds: %lld frames came back, %lld joins, %lld failures, %lld values",
+        (long long)fed, (long long)worlds, (long long)frames, (long long)joins, (long long)failures,
         (long long)answers);
     /* all parts of the core are reached */
-    CHECK(joins > worlds && verdicts > worlds && answers > worlds);
+    CHECK(joins > worlds && failures > worlds && answers > worlds);
     free(f);
 }
 TEST(store_fuzz, core, SLOW) { fuzz_inputs(W_SLOW ? 30000 : 200000, h_seed()); }
@@ -2578,9 +2578,9 @@ static void ear_open(ear *e, fuzz *f, const setup *s) {
 static size_t ear_frame(fuzz *f, unsigned char *to) {
     static unsigned char value[70000];
     static const int ops[] = {OP_REPLY, OP_REPLY, OP_REPLY, OP_LEFT, OP_JOINED};
-    int op = dice(f, 30) ? ops[dice(f, 5)] : dice(f, 2) ? OP_VERDICT : 1 + (int)dice(f, 16);
+    int op = dice(f, 30) ? ops[dice(f, 5)] : dice(f, 2) ? OP_FAILURE : 1 + (int)dice(f, 16);
     size_t size = op == OP_LEFT ? 4
-                                : (op == OP_VERDICT ? 12 : 0) + dice(f, dice(f, 40) ? 90 : 60000);
+                                : (op == OP_FAILURE ? 12 : 0) + dice(f, dice(f, 40) ? 90 : 60000);
     for (size_t i = 0; i < size && i < 1500; i++)
         value[i] = (unsigned char)dice(f, dice(f, 3) ? 256 : 6);
     if (op == OP_LEFT) number(value, dice(f, 8) ? dice(f, E_SIZE) : h_rand64(&f->seed), 4);
@@ -2600,9 +2600,9 @@ static void ear_check(const ear *e) {
         if (r->done && !r->status) CHECK(r->bytes <= r->cap);
     }
     if (s->judged) {
-        CHECK(s->verdict.status > 0 && s->verdict.status <= FSDP_ERR_INTERNAL && !s->requests);
-        CHECK(memchr(s->verdict.subject, 0, sizeof s->verdict.subject) != NULL);
-        CHECK(memchr(s->verdict.reason, 0, sizeof s->verdict.reason) != NULL);
+        CHECK(s->failure.status > 0 && s->failure.status <= FSDP_ERR_INTERNAL && !s->requests);
+        CHECK(memchr(s->failure.subject, 0, sizeof s->failure.subject) != NULL);
+        CHECK(memchr(s->failure.reason, 0, sizeof s->failure.reason) != NULL);
     }
     if (s->gone) CHECK(s->fd == -1 && !s->requests);
 }
@@ -2642,7 +2642,7 @@ static void ear_inputs(int64_t inputs, uint64_t seed) {
         }
         CHECK_EQ_INT(f->heap.live, 0);
     }
-    h_message("%lld inputs of %lld servers: %lld answers taken, %lld ranks left, %lld verdicts",
+    h_message("%lld inputs of %lld servers: %lld answers taken, %lld ranks left, %lld failures",
               (long long)fed, (long long)worlds, (long long)done, (long long)left,
               (long long)judged);
     CHECK(done > worlds / 2 && left > worlds && judged > worlds / 2);

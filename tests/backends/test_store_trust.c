@@ -33,7 +33,7 @@ static const rogue rogues[] = {
     {"proof_with_wrong_tag", WRONG_TAG, "does not know this job's token"},
     {"reflects", REFLECTS, "does not know this job's token"},
     {"refuses_for_good", REFUSES, "serves another job"},
-    {"verdict", JUDGES, "does not know this job's token"},
+    {"failure", JUDGES, "does not know this job's token"},
 };
 
 static const char forged[12 + 40] = "\x08\0\0\0\0\0\0\0\xff\xff\xff\xff" /* ABORTED */
@@ -46,7 +46,7 @@ static void rogue_answers(int fd, int kind, unsigned char *got, size_t size) {
     case OLD:
         raw_send(fd, out, frame(out, OP_REPLY, 0, NULL, "\0\0\0\0", 4));
         raw_send(fd, out, frame(out, OP_JOINED, 0, NULL, NULL, 0));
-        raw_send(fd, out, frame(out, OP_VERDICT, 0, NULL, forged, sizeof forged));
+        raw_send(fd, out, frame(out, OP_FAILURE, 0, NULL, forged, sizeof forged));
         break;
     case NO_TAG: raw_send(fd, out, frame(out, OP_PROVEN, 0, NULL, NULL, 0)); break;
     case WRONG_TAG: raw_send(fd, out, frame(out, OP_PROVEN, 0, NULL, forged, TAG)); break;
@@ -59,7 +59,7 @@ static void rogue_answers(int fd, int kind, unsigned char *got, size_t size) {
         number(out + 6, FSDP_ERR_MISMATCH, 2);
         raw_send(fd, out, size);
         break;
-    case JUDGES: raw_send(fd, out, frame(out, OP_VERDICT, 0, NULL, forged, sizeof forged)); break;
+    case JUDGES: raw_send(fd, out, frame(out, OP_FAILURE, 0, NULL, forged, sizeof forged)); break;
     default: break;
     }
 }
@@ -93,7 +93,7 @@ static void meets_elsewhere(int rank, int world, void *arg) {
     enter(&c, s, rank);
     within(start, 6000);
     exchange(&c, world, "a");
-    no_verdict(&c);
+    no_failure(&c);
     leave(&c, s, world);
 }
 TEST_P(trust, rogue_store, rogues, SLOW) {
@@ -126,7 +126,7 @@ static const relay relays[] = {
     {"bit_of_the_magic_number", MAGIC, "[E792] rank 1 is cut off"},
     {"set_repeated", AGAIN, "[E792] rank 1 is cut off"},
     {"set_left_out", LEAVES_OUT, "[E792] rank 1 is cut off"},
-    {"verdict_inserted", INSERTS, "[E790] rank 1: messages of the store were changed"},
+    {"failure_inserted", INSERTS, "[E790] rank 1: messages of the store were changed"},
     {"bit_of_an_answer", ANSWER, "[E790] rank 1: messages of the store were changed"},
 };
 
@@ -154,7 +154,7 @@ static void relay_frame(const setup *s, pair *p, int from, unsigned char *at, si
     if (from && op == OP_REPLY && kind == ANSWER && p->answers++ == 1) at[HEADER] ^= 1;
     raw_send(to, at, size);
     if (op == OP_JOINED && kind == INSERTS)
-        raw_send(to, out, frame(out, OP_VERDICT, 0, NULL, forged, sizeof forged));
+        raw_send(to, out, frame(out, OP_FAILURE, 0, NULL, forged, sizeof forged));
 }
 
 /* Returns 0 if one side has closed. */
@@ -232,11 +232,11 @@ static void through_relay(int rank, int world, void *arg) {
     status = try_get(&c, rank ? "zero" : "one", text, sizeof text, &size, 20000);
     if (!r->says) {
         CHECK_OK(status);
-        no_verdict(&c);
+        no_failure(&c);
         leave(&c, s, world);
         return;
     }
-    fsdpi_failure v = await_verdict(&c, 5000);
+    fsdpi_failure v = await_failure(&c, 5000);
     says(v.reason, r->says);
     CHECK_EQ_INT(v.status, FSDP_ERR_IO);
     gather_at(s, 1);
@@ -270,7 +270,7 @@ TEST(trust, replay) {
         CHECK_EQ_INT(wire_frame(&w[i], NULL, 0, NULL), i ? OP_REFUSED : OP_PROVEN);
     }
     CHECK_EQ_INT(wire_frame(&w[1], NULL, 0, NULL), 0);
-    no_verdict(&c);
+    no_failure(&c);
     fsdpi_store_close(c.store);
 }
 
@@ -357,7 +357,7 @@ TEST(trust, untrusted_peers_are_evicted_first) {
         CHECK_EQ_INT(refused[i]->state, FSDPI_CONN_BROKEN);
         fsdpi_store_core_disconnect(&core, refused[i], 0);
     }
-    CHECK_EQ_INT(newcomer->state, FSDPI_CONN_STRANGER);
+    CHECK_EQ_INT(newcomer->state, FSDPI_CONN_UNTRUSTED);
     fsdpi_store_core_close(&core);
 }
 

@@ -794,7 +794,7 @@ TEST(faults, environment) {
    reason. */
 static fsdp_status spread_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
-    caps->default_comm_threads = 2, caps->because = "as this test has it";
+    caps->default_comm_threads = 2, caps->mode_reason = "as this test has it";
     return status;
 }
 static const struct {

@@ -190,7 +190,7 @@ static void toy_make(toy *t, uint64_t seed, int run) {
 /* ---- the model: what COMPUTE does in each nanosecond ----------------------------------------- */
 
 typedef struct {
-    int64_t begin, end, part[FSDPI_WHY_PART_COUNT], comm, hidden, late;
+    int64_t begin, end, category[FSDPI_WHY_CATEGORY_COUNT], comm, hidden, late;
 } model;
 
 static int model_runs(const toy *t, const fsdpi_tr_event *r) {
@@ -223,26 +223,26 @@ static int model_is_idle(const toy *t, const fsdpi_tr_event *call) {
    counts, and a wait before a run. COMPUTE does one thing at a time, but its runs may follow its
    waits at once. */
 static void model_nanosecond(const toy *t, int64_t ns, model *m) {
-    int part = FSDPI_WHY_COMPUTE, late = 0, comm = 0;
+    int category = FSDPI_WHY_COMPUTE, late = 0, comm = 0;
     for (int i = 0; i < t->num; i++) {
         const fsdpi_tr_event *r = &t->rec[i];
         const int now = ns >= r->begin_ns && ns < r->end_ns;
         const int waits = ns >= r->begin_ns - r->waited_ns && ns < r->begin_ns;
-        if (now && r->kind == FSDPI_TR_CALL && part < FSDPI_WHY_CALLS && model_is_idle(t, r))
-            part = FSDPI_WHY_CALLS;
+        if (now && r->kind == FSDPI_TR_CALL && category < FSDPI_WHY_CALLS && model_is_idle(t, r))
+            category = FSDPI_WHY_CALLS;
         comm |= now && toy_is_comm(r);
         if (!model_runs(t, r)) continue;
-        if (now && !toy_is_comm(r) && part < FSDPI_WHY_UPDATE)
-            part = r->kind == FSDP_OP_UPDATE ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY;
-        if (now && toy_is_comm(r)) part = model_part(r), late = model_is_late(t, i, ns);
+        if (now && !toy_is_comm(r) && category < FSDPI_WHY_UPDATE)
+            category = r->kind == FSDP_OP_UPDATE ? FSDPI_WHY_UPDATE : FSDPI_WHY_COPY;
+        if (now && toy_is_comm(r)) category = model_part(r), late = model_is_late(t, i, ns);
         if (!waits) continue;
         const int of = t->truth[i];
-        part = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT : model_part(&t->rec[of]);
+        category = r->label == FSDP_LABEL_GRADS ? (int)FSDPI_WHY_SLOT : model_part(&t->rec[of]);
         late = model_is_late(t, of, ns);
     }
-    m->part[part]++;
+    m->category[category]++;
     m->late += late, m->comm += comm;
-    m->hidden += comm && part < FSDPI_WHY_GATHER;
+    m->hidden += comm && category < FSDPI_WHY_GATHER;
 }
 
 static void model_step(const toy *t, int s, int64_t not_before, model *m) {
@@ -277,7 +277,7 @@ static const struct {
 
 TEST_P(why, sum_rule, runs) {
     static toy t;
-    static int64_t seen[FSDPI_WHY_PART_COUNT];
+    static int64_t seen[FSDPI_WHY_CATEGORY_COUNT];
     int64_t late = 0, hidden = 0, programs = 0;
     memset(seen, 0, sizeof seen);
     for (uint64_t seed = 0; seed < 1000; seed++) {
@@ -293,18 +293,18 @@ TEST_P(why, sum_rule, runs) {
             if (!made) continue;
             CHECK_EQ_INT(step.begin, m.begin);
             CHECK_EQ_INT(step.end, m.end);
-            for (int p = 0; p < FSDPI_WHY_PART_COUNT; p++) {
-                CHECK_MSG(step.part[p] == m.part[p],
+            for (int p = 0; p < FSDPI_WHY_CATEGORY_COUNT; p++) {
+                CHECK_MSG(step.category[p] == m.category[p],
                           "seed %d, step %d, part %d: %lld, expected %lld", (int)seed, s, p,
-                          (long long)step.part[p], (long long)m.part[p]);
-                sum += step.part[p], seen[p] += step.part[p];
+                          (long long)step.category[p], (long long)m.category[p]);
+                sum += step.category[p], seen[p] += step.category[p];
             }
             CHECK_EQ_INT(sum, step.end - step.begin);
-            CHECK_EQ_INT(step.part[FSDPI_WHY_COMPUTE] + fsdpi_why_exposed(&step) +
+            CHECK_EQ_INT(step.category[FSDPI_WHY_COMPUTE] + fsdpi_why_exposed(&step) +
                              fsdpi_why_host(&step),
                          step.end - step.begin);
             for (int i = 0; i < step.num_spans; i++) own += step.spans[i].own;
-            CHECK_EQ_INT(own + step.part[FSDPI_WHY_COMPUTE], step.end - step.begin);
+            CHECK_EQ_INT(own + step.category[FSDPI_WHY_COMPUTE], step.end - step.begin);
             CHECK_EQ_INT(step.comm, m.comm);
             CHECK_EQ_INT(step.hidden, m.hidden);
             CHECK_EQ_INT(step.late, m.late);
@@ -315,7 +315,7 @@ TEST_P(why, sum_rule, runs) {
     }
     h_message("%d steps", (int)programs);
     /* inline nothing waits for a slot or an update */
-    for (int p = 0; p < FSDPI_WHY_PART_COUNT; p++)
+    for (int p = 0; p < FSDPI_WHY_CATEGORY_COUNT; p++)
         CHECK_EQ_INT(seen[p] > 0,
                      row->run != FSDP_RUN_INLINE || (p != FSDPI_WHY_SLOT && p != FSDPI_WHY_STEP));
     CHECK(late > 0);
@@ -468,15 +468,15 @@ TEST_P(why, simulated_device, devices, AT_NIGHT(ASAN)) {
                                              (uint64_t)(i - first), end, &step),
                          1);
             int64_t waits = fsdpi_why_exposed(&step), host = fsdpi_why_host(&step);
-            int64_t all = step.part[FSDPI_WHY_COMPUTE] + waits + host;
+            int64_t all = step.category[FSDPI_WHY_COMPUTE] + waits + host;
             CHECK_EQ_INT(all, step.end - step.begin);
             CHECK_MSG(waits == (row->async ? d.idle[i] : d.comm[i]),
                       "seed %d, step %d: %lld of %lld", (int)seed, i, (long long)waits,
                       (long long)(row->async ? d.idle[i] : d.comm[i]));
-            if (!row->async) CHECK_EQ_INT(step.part[FSDPI_WHY_COMPUTE], d.compute[i]);
+            if (!row->async) CHECK_EQ_INT(step.category[FSDPI_WHY_COMPUTE], d.compute[i]);
             if (!row->async) CHECK_EQ_INT(step.hidden, 0);
             if (!row->async) CHECK_EQ_INT(step.comm, waits);
-            exposed += waits, computed += step.part[FSDPI_WHY_COMPUTE];
+            exposed += waits, computed += step.category[FSDPI_WHY_COMPUTE];
             end = step.end;
             free(step.spans);
         }
@@ -508,9 +508,9 @@ TEST_P(why, worked_example, devices) {
     bed_run(&d, h_tmpdir());
     CHECK_EQ_INT(fsdpi_why_make(&d.job, &y), 1);
     CHECK_EQ_INT(y.step.end - y.step.begin, row->async ? 39000 : 52000);
-    CHECK_EQ_INT(y.step.part[FSDPI_WHY_COMPUTE], 36000);
-    CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], row->async ? 1000 : 8000);
-    CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], row->async ? 2000 : 8000);
+    CHECK_EQ_INT(y.step.category[FSDPI_WHY_COMPUTE], 36000);
+    CHECK_EQ_INT(y.step.category[FSDPI_WHY_GATHER], row->async ? 1000 : 8000);
+    CHECK_EQ_INT(y.step.category[FSDPI_WHY_REDUCE], row->async ? 2000 : 8000);
     CHECK_EQ_INT(fsdpi_why_host(&y.step), 0);
     CHECK_EQ_INT(y.step.comm, row->async ? 14000 : 16000); /* two overlap others */
     fsdpi_why_end(&y);
@@ -1093,8 +1093,8 @@ TEST(why, late_wake_up) {
     small_use(&t, FSDP_LABEL_FINAL, FSDPI_TR_NO_NAME, 110, 160);
     small_job(&t, 1, ranks, &job);
     CHECK_EQ_INT(fsdpi_why_make(&job, &y), 1);
-    CHECK_EQ_INT(y.step.part[FSDPI_WHY_GATHER], 850000);
-    CHECK_EQ_INT(y.step.part[FSDPI_WHY_REDUCE], 500000);
+    CHECK_EQ_INT(y.step.category[FSDPI_WHY_GATHER], 850000);
+    CHECK_EQ_INT(y.step.category[FSDPI_WHY_REDUCE], 500000);
     fsdpi_why_end(&y);
 }
 
@@ -1200,9 +1200,9 @@ TEST(why, muon) {
             strcmp(fsdpi_tr_name(&job.rank[0], r->what), "muon_step"))
             continue;
         const int is_comm = fsdpi_why_is_comm(r);
-        CHECK_MSG(span->part == (is_comm ? FSDPI_WHY_STEP : FSDPI_WHY_UPDATE), "%s %s: part %d",
+        CHECK_MSG(span->category == (is_comm ? FSDPI_WHY_STEP : FSDPI_WHY_UPDATE), "%s %s: part %d",
                   fsdp_op_name(r->kind), fsdpi_tr_text(&job.rank[0], job.rank[0].labels[r->label]),
-                  span->part);
+                  span->category);
         products += r->kind == FSDP_OP_CALL, talks += is_comm, copies += r->kind == FSDP_OP_COPY;
     }
     CHECK_MSG(products && talks && copies, "%d products, %d collectives, %d copies", products,

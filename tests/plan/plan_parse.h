@@ -187,7 +187,7 @@ static void parse_head(parser *p) {
     } else if (strcmp(p->word, "bytes") == 0) {
         l->bytes = parse_number(p);
         l->bound = parse_field(p);
-        l->by_calls = parse_field(p);
+        l->eager = parse_field(p);
     } else if (strcmp(p->word, "count") == 0) {
         for (int i = 0; i < 4; i++) {
             counts[i][0] = (int32_t)parse_field(p);

@@ -348,9 +348,9 @@ static void in_place(int size) {
     for (int r = 0; r < size && size > 1; r++)
         for (int planned = 0; planned < 2; planned++) CHECK(job.r[planned][r].in_place > 0);
 }
-static void gathers(int by_calls, int planned, int reductions, int crossing) {
+static void gathers(int eager, int planned, int reductions, int crossing) {
     const int both = job.size > 1;
-    CHECK_EQ_INT(report()->gathers[0], both * by_calls);
+    CHECK_EQ_INT(report()->gathers[0], both * eager);
     CHECK_EQ_INT(report()->gathers[1], both * planned);
     CHECK_EQ_INT(report()->reductions[1], both * reductions);
     CHECK_EQ_INT(nets_lines(job.text, 0, report()->calls, "op all_gather", NULL), both * planned);
@@ -683,9 +683,9 @@ TEST(fully_shard_compile, trace_fsdp_copy_) {
                 nets_net net = nets[n];
                 if (cast) net.dtype = FSDP_BF16, net.reduce = FSDP_F32;
                 races_of(net, 0, bucket, -1, 3, unused);
-                const nets_result by_calls = job.r[0][0];
+                const nets_result eager = job.r[0][0];
                 races_of(net, 1, bucket, -1, 3, waits);
-                nets_compare(&by_calls, &job.r[1][0], job.iters);
+                nets_compare(&eager, &job.r[1][0], job.iters);
                 nets_check_life(&job.r[1][0], job.iters);
                 CHECK_EQ_INT(job.r[1][0].run, FSDP_RUN_STREAMS);
             }

@@ -324,7 +324,7 @@ typedef struct pjob {
     const struct named_net *named;
     plan_net net;
     int mode, size, steps, quick;
-    plan_result *by_calls[MOST_RANKS], *planned[MOST_RANKS]; /* results for the current set */
+    plan_result *eager[MOST_RANKS], *planned[MOST_RANKS]; /* results for the current set */
 } pjob;
 
 static pjob *new_job(const struct named_net *named, int mode, int size) {
@@ -337,13 +337,13 @@ static pjob *new_job(const struct named_net *named, int mode, int size) {
     j->size = size;
     j->steps = 5;
     for (int r = 0; r < MOST_RANKS; r++) {
-        j->by_calls[r] = (plan_result *)lab_zeros(1, sizeof(plan_result));
+        j->eager[r] = (plan_result *)lab_zeros(1, sizeof(plan_result));
         j->planned[r] = (plan_result *)lab_zeros(1, sizeof(plan_result));
     }
     return j;
 }
 static void end_job(pjob *j) {
-    for (int r = 0; r < MOST_RANKS; r++) free(j->by_calls[r]), free(j->planned[r]);
+    for (int r = 0; r < MOST_RANKS; r++) free(j->eager[r]), free(j->planned[r]);
     free(j);
 }
 
@@ -432,25 +432,25 @@ static void check_planned(const pjob *j, const plan_result *a, const plan_result
     same_numbers(a, b, j->steps, widens);
 }
 
-static fsdp_plan_desc desc_of(int set, const plan_result *by_calls) {
+static fsdp_plan_desc desc_of(int set, const plan_result *eager) {
     fsdp_plan_desc d = FSDP_ZERO;
     d.without = sets[set].without;
     d.ahead = sets[set].ahead;
     d.bucket_bytes = sets[set].bucket;
     d.first_bucket_bytes = sets[set].first;
-    if (sets[set].tight) d.most_bytes = plan_slots(&by_calls->memory);
+    if (sets[set].tight) d.most_bytes = plan_slots(&eager->memory);
     return d;
 }
 
 static void with_sets(fsdp_world *w, pjob *j, int rank) {
     int refused = j->named->refused == 1 || (j->named->refused == 2 && lib_on_streams(w));
-    plan_result *a = j->by_calls[rank], *b = j->planned[rank];
+    plan_result *a = j->eager[rank], *b = j->planned[rank];
     snprintf(w_case, sizeof w_case, "%s, %s, W=%d, by calls", j->named->name, mode_names[j->mode],
              j->size);
-    int64_t by_calls[3], before[3];
+    int64_t eager[3], before[3];
     for (int i = 0; i < 3; i++) before[i] = plan_counted(i);
     plan_train(w, &j->net, NULL, 0, j->steps, a);
-    for (int i = 0; i < 3; i++) by_calls[i] = plan_counted(i) - before[i];
+    for (int i = 0; i < 3; i++) eager[i] = plan_counted(i) - before[i];
     for (int set = 0; set < (j->quick ? 2 : SETS); set++) {
         fsdp_plan_desc d = desc_of(set, a);
         snprintf(w_case, sizeof w_case, "%s, %s, W=%d, %s", j->named->name, mode_names[j->mode],
@@ -458,8 +458,8 @@ static void with_sets(fsdp_world *w, pjob *j, int rank) {
         for (int i = 0; i < 3; i++) before[i] = plan_counted(i);
         plan_train(w, &j->net, &d, 1, j->steps, b);
         for (int i = 0; i < 3 && plan_sim; i++) /* functions of the user: once for each unit */
-            W_CHECK(plan_counted(i) - before[i] == by_calls[i], "%d calls of %d, by calls %d",
-                    (int)(plan_counted(i) - before[i]), i, (int)by_calls[i]);
+            W_CHECK(plan_counted(i) - before[i] == eager[i], "%d calls of %d, by calls %d",
+                    (int)(plan_counted(i) - before[i]), i, (int)eager[i]);
         int may_not = j->named->refused == 3 && sets[set].tight &&
                       (j->mode != INLINE || lib_on_streams(w) || sets[set].without) &&
                       b->mode[j->steps - 1] == FSDP_PLAN_REFUSED;
@@ -2423,13 +2423,13 @@ static void budget_after_replays(lab_rank *r) {
                                                         LISTED - 1 - i < 3 ? LISTED - 1 - i : 3));
     d.without = 1u << FSDP_PASS_BUCKET | 1u << FSDP_PASS_KEEP | 1u << FSDP_PASS_AHEAD |
                 1u << FSDP_PASS_ARENA;
-    const int by_calls = gathers_of_a_step(r->w, m, u);
-    CHECK_EQ_INT(by_calls, 2); /* its own, and one ahead */
+    const int eager = gathers_of_a_step(r->w, m, u);
+    CHECK_EQ_INT(eager, 2); /* its own, and one ahead */
     CALL(r->w, fsdp_plan_create(m, &d, &plan));
     for (int step = 0; step < 5; step++) (void)gathers_of_a_step(r->w, m, u);
     CHECK_EQ_INT(fsdp_plan_state(plan), FSDP_PLAN_REPLAYING);
     fsdp_plan_destroy(plan);
-    for (int step = 0; step < 2; step++) CHECK_EQ_INT(gathers_of_a_step(r->w, m, u), by_calls);
+    for (int step = 0; step < 2; step++) CHECK_EQ_INT(gathers_of_a_step(r->w, m, u), eager);
 }
 TEST(plan_kinds, budget_after_replays) {
     lab_how how = FSDP_ZERO;

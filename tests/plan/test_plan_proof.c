@@ -352,7 +352,7 @@ TEST_P(long_plan_proof, mutations, modes, NIGHT) {
 #define HEAD(units, mode, calls, bytes, gathers, ops, read)                                        \
     "fsdp plan 1\nmodel 0000000000000001 units " units " params 2 shards 2 replicas 1 mode " mode  \
     "\nkind 0000000000000002 calls " calls " forward 4\nbytes " bytes                              \
-    " bound 64 by_calls 64\ncount gathers " gathers " reductions 0 0 replicas 0 0 ops " ops        \
+    " bound 64 eager 64\ncount gathers " gathers " reductions 0 0 replicas 0 0 ops " ops           \
     "\nread gathers " read " reductions 0 0\n"
 #define UNITS                                                                                      \
     "unit 0 'a' gather 64 grad 64 reads forward\nunit 1 'b' gather 64 grad 64 reads forward\n"

@@ -49,9 +49,9 @@ static void bed_close(bed *d) {
     CHECK_EQ_INT(sim_close(&d->s), 0);
     free(d);
 }
-static fsdp_plan_times times(bed *d, int by_calls, const fsdp_plan_cost *cost) {
+static fsdp_plan_times times(bed *d, int eager, const fsdp_plan_cost *cost) {
     fsdp_plan_times t;
-    CALL(d->w, fsdp_plan_simulate(d->b.plan, 0, by_calls, cost, &t));
+    CALL(d->w, fsdp_plan_simulate(d->b.plan, 0, eager, cost, &t));
     return t;
 }
 

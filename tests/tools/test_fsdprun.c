@@ -1217,11 +1217,11 @@ static void close_all(served *s) {
 /* After the ranks of node 0 have ended well, those of other nodes continue without a store. */
 TEST(fsdprun, node_0_serves_until_its_ranks_end) {
     served s;
-    fsdpi_failure verdict;
+    fsdpi_failure failure;
     start_node_0(&s, h_free_port());
     h_ranks_thread(JOB_SIZE, join_rank, &s);
     end_node_0(&s);
-    for (int r = 0; r < JOB_SIZE; r++) CHECK(!fsdpi_store_verdict(s.stores[r], &verdict));
+    for (int r = 0; r < JOB_SIZE; r++) CHECK(!fsdpi_store_failure(s.stores[r], &failure));
     close_all(&s);
 }
 
@@ -1377,18 +1377,18 @@ TEST_P(fsdprun, a_stopped_keeper_is_named, stopped_keepers) {
 
 TEST(fsdprun, the_launchers_death_is_reported) {
     served s;
-    fsdpi_failure verdict;
+    fsdpi_failure failure;
     start_node_0(&s, h_free_port());
     h_ranks_thread(JOB_SIZE, join_rank, &s);
     kill(s.launcher, SIGKILL);
     int64_t begin = h_calm_ms();
     for (int r = 0; r < JOB_SIZE; r++) {
-        while (!fsdpi_store_verdict(s.stores[r], &verdict)) {
+        while (!fsdpi_store_failure(s.stores[r], &failure)) {
             CHECK(h_calm_ms() - begin < 1000);
             usleep(1000);
         }
-        CHECK_STATUS(verdict.status, FSDP_ERR_PEER_LOST);
-        CHECK_MSG(strstr(verdict.reason, "the launcher"), "%s", verdict.reason);
+        CHECK_STATUS(failure.status, FSDP_ERR_PEER_LOST);
+        CHECK_MSG(strstr(failure.reason, "the launcher"), "%s", failure.reason);
     }
     close_all(&s);
     waitpid(s.launcher, NULL, 0);

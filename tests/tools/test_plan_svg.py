@@ -20,7 +20,7 @@ CLEAN = {k: v for k, v in os.environ.items()
 TEXT = r"""fsdp plan 1
 model 00 units 2 params 2 shards 2 replicas 1 mode MODE
 kind 00 calls 9 forward 4
-bytes 4 bound 4 by_calls 4
+bytes 4 bound 4 eager 4
 count gathers 4 1 reductions 2 1 replicas 0 0 ops 9 4
 read gathers 4 2 reductions 2 2
 unit 0 'a' gather 4 grad 4 reads both
