@@ -16,9 +16,9 @@
 # --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
 # gate checks that tests named in documents and ported tests passed (check_text.py tests).
 # So many programs run at a time: JOBS, or two for a core and four more, as they wait half of the
-# time. Each is shown as a whole when it has ended; with JOBS=1, as it runs. A terminal shows one line
-# of progress, and only programs in which something failed. Why tests were skipped stands at the end.
-# The exit status is 0 only if something ran and nothing failed.
+# time. Each is shown as a whole when it has ended; with JOBS=1, as it runs. A terminal shows one
+# line of progress, and only programs in which something failed. Why tests were skipped stands at
+# the end. The exit status is 0 only if something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 
 # Adds what job number $1 printed: each RUN line is closed by the result line with its name.

@@ -208,8 +208,8 @@ static const char *fsdpi_env(const char *name) {
     return text && *text ? text : NULL;
 }
 
-// Reads an integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as it
-// is. Writes the text of a failure to *error.
+// Reads an integer from least to most; a flag is 0 or 1. If the variable is not set, *out stays as
+// it is. Writes the text of a failure to *error.
 static fsdp_status fsdpi_env_int(const char *name, int least, int most, int *out,
                                  fsdpi_text *error) {
     const char *text = fsdpi_env(name);

@@ -1281,8 +1281,8 @@ TEST(fsdpck, export_like_copies_files) {
     CHECK_EQ_INT(num_names(to), 1);
     d.like = like;
     static const char *const bad[] = {"x", ".safetensors", "a/b.safetensors",
-                                      "12345678901234567890123456789012345678901234567890123."
-                                      "safetensors"};
+                                      ("12345678901234567890123456789012345678901234567890123."
+                                       "safetensors")};
     for (int i = 0; i < 4; i++) {
         d.file_name = bad[i];
         CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "x"), &d, SAID),
