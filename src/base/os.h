@@ -152,20 +152,29 @@ static void fsdpi_pin_library(void) {
     if (fsdpi_at_thread_end) (void)fsdpi_at_thread_end(free, NULL, "here");
 }
 
-// Two words. The first one is `value` in this process, and fsdpi_fork_value reads it as 0 in every
-// child that it forks. The second one is 0 if the kernel clears both in a child, else the owner's
-// process: then each read is a system call. NULL: no memory.
+#define FSDPI_FORK_ASKS 0x80000000u
+
+// Returns two words; NULL: no memory. The first one is `value` in this process, and 0 in every
+// child that it forks. If the kernel does not clear it there, it has FSDPI_FORK_ASKS in addition,
+// and the second word is the owner's process.
 static uint32_t *fsdpi_fork_word(uint32_t value) {
     const size_t bytes = 2 * sizeof value;
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | FSDPI_ANON, -1, 0);
     if (at == MAP_FAILED) return NULL;
     uint32_t *word = (uint32_t *)at;
-    word[1] = fsdpi_madvise(at, bytes, 18 /* MADV_WIPEONFORK */) ? (uint32_t)getpid() : 0;
     word[0] = value;
+    if (fsdpi_madvise(at, bytes, 18 /* MADV_WIPEONFORK */))
+        word[0] |= FSDPI_FORK_ASKS, word[1] = (uint32_t)getpid();
     return word;
 }
-static uint32_t fsdpi_fork_value(const uint32_t *word) {
-    return word[1] && word[1] != (uint32_t)getpid() ? 0 : FSDPI_LOAD(word);
+// Returns the value of the word: 0 in a child.
+static FSDPI_NOINLINE uint32_t fsdpi_fork_value(const uint32_t *word) {
+    const uint32_t value = FSDPI_LOAD(word);
+    if (!(value & FSDPI_FORK_ASKS)) return value;
+    return word[1] == (uint32_t)getpid() ? value & ~FSDPI_FORK_ASKS : 0;
+}
+static void fsdpi_fork_set(uint32_t *word, uint32_t value) {
+    FSDPI_STORE(word, value | (FSDPI_LOAD(word) & FSDPI_FORK_ASKS));
 }
 
 // Returns 0 if the system has no random bits yet, soon after its start; it does not wait.

@@ -367,7 +367,7 @@ static fsdp_status fsdpi_ck_tied_to(fsdpi_ck_export *x, fsdp_checkpoint_reader *
     for (int i = 0; i < x->num_embeddings && index >= 0 && !status; i++) {
         const fsdpi_ck_out *o = fsdpi_ck_out_at(x, x->embeddings[i]);
         const int64_t other = r == x->like ? fsdpi_ck_index_of(r, o->name) : fsdpi_ck_copy_of(x, o);
-        if (other < 0 || other == index) continue;
+        if (other < 0) continue;
         status = fsdpi_ck_same_values(x, r, index, other, &same);
         if (same) *tied = o;
         if (same) break;

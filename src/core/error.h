@@ -48,11 +48,14 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-static int fsdpi_is_child(const fsdp_world *w) { return !fsdpi_fork_value(w->state); }
+static int fsdpi_is_child(const fsdp_world *w) {
+    return FSDPI_LOAD(w->state) != 1 && !fsdpi_fork_value(w->state);
+}
 
 // Returns the status of a failed world. Fails with E215 in a forked child, whose copy of the world
 // is not a rank; logs it once.
-static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t state) {
+static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w) {
+    const uint32_t state = fsdpi_fork_value(w->state);
     fsdp_world *copy = (fsdp_world *)(uintptr_t)w;
     if (state) return (fsdp_status)(state - 1);
     snprintf(copy->failure, sizeof copy->failure,
@@ -65,8 +68,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w, uint32_t
 }
 
 static inline fsdp_status fsdpi_failed(const fsdp_world *w) {
-    uint32_t state = fsdpi_fork_value(w->state);
-    return state == 1 ? FSDP_OK : fsdpi_why_failed(w, state);
+    return FSDPI_LOAD(w->state) == 1 ? FSDP_OK : fsdpi_why_failed(w);
 }
 
 /* Marks the world as failed, permanently, and aborts it on all ranks. Keeps the first failure,
@@ -86,7 +88,7 @@ static fsdp_status fsdpi_world_end(fsdp_world *w, fsdp_status status, int logs, 
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
         if (w->flight) fsdpi_flight_fail(w->flight, fsdpi_now(w), status, text);
-        FSDPI_STORE(w->state, 1 + (uint32_t)status);
+        fsdpi_fork_set(w->state, 1 + (uint32_t)status);
     }
     fsdpi_unlock(&w->fail_lock);
     if (earlier) return earlier;

@@ -1341,7 +1341,8 @@ TEST(fsdpck, export_like_compares) {
          1,
          {2},
          "0 tensors are missing, and 1 are "
-         "extra: 'a'"}};
+         "extra: 'a'"},
+        {"a", FSDP_F32, 2, {3, 5}, "is f32 [3, 5] in %s, and would be f32 [3, 4]"}};
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char like[600], from[600], to[600], want[1500];
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -1420,6 +1421,43 @@ TEST(fsdpck, export_like_tied) {
                     free(e), free(f);
                     fsdp_checkpoint_close(r), fsdp_checkpoint_close(old);
                 }
+}
+
+/* A matrix that is stored the other way round has other values than an embedding of its bytes. */
+TEST(fsdpck, export_like_transposed_is_not_tied) {
+    static const mapping list[] = {{"a", "lm_head.weight", 1, 0, 0}, {"b", "wte.weight", 0, 0, 0}};
+    mapped m = {list, 2};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char like[600], from[600], to[600];
+    fsdp_safetensors_entry both[2] = {tensor("a", FSDP_F32, 2, 4, 4, 0),
+                                      tensor("b", FSDP_F32, 2, 4, 4, 0)};
+    fsdp_safetensors_entry one = tensor("wte.weight", FSDP_F32, 2, 4, 4, 0);
+    store_tensors(h_tmpdir(), "from.safetensors", both, 2);
+    blob b = load(path_of(from, "from.safetensors"), "");
+    memcpy(b.at + b.size - 64, b.at + b.size - 128, 64);
+    store(from, "", b.at, b.size);
+    free(b.at);
+    store_tensors(h_tmpdir(), "like.safetensors", &one, 1);
+    d.like = path_of(like, "like.safetensors");
+    d.source = mapped_source, d.user = &m;
+    CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "to"), &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("1 are extra: 'lm_head.weight'");
+}
+
+/* States are compared with nothing: the directory of a model has none. */
+TEST(fsdpck, export_like_with_states) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char from[600], plain[600], all[600], like[600];
+    golden_path(from, "example/step-00000017");
+    export_to(from, path_of(plain, "plain"), &d);
+    d.with_optimizer = 1;
+    export_to(from, path_of(all, "all"), &d);
+    d.like = plain;
+    export_to(from, path_of(like, "like"), &d);
+    blob a = load(all, "model.safetensors"), b = load(like, "model.safetensors");
+    CHECK_EQ_INT(a.size, b.size);
+    CHECK_EQ_MEM(a.at, b.at, (size_t)a.size);
+    free(a.at), free(b.at);
 }
 
 /* Resharding a checkpoint of this library: all tensors, the step, the ranks whose blobs it has. */
