@@ -47,7 +47,7 @@ typedef struct fsdp_caps {
     uint32_t flags;      // FSDP_CAP_*
     int comm_threads;    // streams that may run collectives at the same time: 1 or more
     int default_comm_threads; // if the caller gives no number; equal on all ranks. 0: inline
-    const char *mode_reason; // clause that explains default_comm_threads, for texts ("as ..."); or NULL
+    const char *mode_reason; // clause that explains default_comm_threads ("as ..."); or NULL
     const int64_t *comm_bytes; // bytes of device memory that making all comms took; or NULL
 } fsdp_caps;
 
