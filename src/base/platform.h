@@ -3,9 +3,6 @@
    Callers: fsdp.h, before it asks for FSDP_IMPLEMENTATION.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#ifndef FSDP_H
-#include "../../fsdp.h"
-#endif
 #ifndef FSDPI_BASE_PLATFORM_H
 #define FSDPI_BASE_PLATFORM_H
 

@@ -10,6 +10,7 @@
 #define FSDPI_CORE_BACKENDS_H
 
 // The parts that backends use: `make single` puts these parts into the one header of fsdp.h.
+#include "../base/os_net.h"
 #include "alloc.h"
 #include "error.h"
 #include "host.h"
