@@ -206,7 +206,7 @@ tests_by() {
     shift 3
     make -s --no-print-directory BUILD="$of" CC="$cc" CFLAGS=-O1 $(printf "$of/tests/%s " "$@")
     for t; do
-        $run "$of/tests/$t" --tags=shm --timeout-mult=10 >"$of/$t.log" 2>&1 ||
+        FSDP_BUILD=$of $run "$of/tests/$t" --tags=shm --timeout-mult=10 >"$of/$t.log" 2>&1 ||
             die "$t: $(grep -vE '^\[( RUN|       OK|===)' "$of/$t.log")"
         echo "note: $t: $(grep -c '^\[       OK' "$of/$t.log") passed"
     done

@@ -529,7 +529,7 @@ TEST(threads, library_is_unloaded_under_them, NO(GLOO)) {
     init_fn begin_world;
     shutdown_fn end_world;
     snprintf(path, sizeof path, "%s/libfsdp.so", getenv("FSDP_BUILD") ? getenv("FSDP_BUILD") : ".");
-    if (access(path, R_OK)) SKIP("no libfsdp.so in FSDP_BUILD: make shared");
+    if (access(path, R_OK)) SKIP("no libfsdp.so in FSDP_BUILD: make lib");
     void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     CHECK_MSG(lib != NULL, "%s", dlerror());
     init = dlsym(lib, "fsdp_init"), shutdown_too = dlsym(lib, "fsdp_shutdown");
