@@ -1376,6 +1376,16 @@ TEST(fsdpck, export_like_compares) {
     says("'a', 'b': choose dtype"); /* dtypes that the library does not have are told apart */
 }
 
+/* Gives the last `count` bytes of a file the values of those before them; differs: but for one. */
+static void repeat_bytes(const char *path, size_t count, int differs) {
+    blob b = load(path, "");
+    char *last = b.at + b.size - count;
+    memcpy(last, last - count, count);
+    last[count - 1] ^= (char)differs;
+    store(path, "", b.at, b.size);
+    free(b.at);
+}
+
 /* A matrix that one side lacks: tied if it has the bytes of an embedding. `where` writes both. */
 TEST(fsdpck, export_like_tied) {
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
@@ -1393,11 +1403,7 @@ TEST(fsdpck, export_like_tied) {
                         tensor(names[name], FSDP_F32, 2 - dim, 5 + 10 * dim, 3, 0)};
                     store_tensors(h_tmpdir(), there ? "like.safetensors" : "from.safetensors", both,
                                   2);
-                    blob b = load(there ? like : from, "");
-                    memcpy(b.at + b.size - 60, b.at + b.size - 120, 60);
-                    b.at[b.size - 1] ^= !equal;
-                    store(there ? like : from, "", b.at, b.size);
-                    free(b.at);
+                    repeat_bytes(there ? like : from, 60, !equal);
                     store_tensors(h_tmpdir(), there ? "from.safetensors" : "like.safetensors",
                                   both + 1, 1);
                     snprintf(to, sizeof to, "%s/%d%d%d%d", h_tmpdir(), there, equal, name, dim);
@@ -1433,10 +1439,7 @@ TEST(fsdpck, export_like_transposed_is_not_tied) {
                                       tensor("b", FSDP_F32, 2, 4, 4, 0)};
     fsdp_safetensors_entry one = tensor("wte.weight", FSDP_F32, 2, 4, 4, 0);
     store_tensors(h_tmpdir(), "from.safetensors", both, 2);
-    blob b = load(path_of(from, "from.safetensors"), "");
-    memcpy(b.at + b.size - 64, b.at + b.size - 128, 64);
-    store(from, "", b.at, b.size);
-    free(b.at);
+    repeat_bytes(path_of(from, "from.safetensors"), 64, 0);
     store_tensors(h_tmpdir(), "like.safetensors", &one, 1);
     d.like = path_of(like, "like.safetensors");
     d.source = mapped_source, d.user = &m;
