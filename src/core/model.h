@@ -36,9 +36,13 @@ static void fsdpi_model_close(fsdp_model *m) {
         while ((*last)->next) last = &(*last)->next;
         fsdpi_detach(m, last);
     }
+    fsdpi_call_all_back(m);
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
-    for (int i = 0; i < m->num_units; i++) fsdpi_unit_free(m->units[i]);
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_early_free(m->units[i]);
+        fsdpi_unit_free(m->units[i]);
+    }
     fsdpi_model_free(m, m->units);
     if (m->own_mesh) fsdpi_mesh_free(m->own_mesh);
     fsdpi_free(&w->boot.allocator, m);
