@@ -31,12 +31,12 @@ static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
 
 static void fsdpi_model_close(fsdp_model *m) {
     fsdp_world *w = m->world;
+    fsdpi_call_all_back(m); // a plan supplies slots
     while (m->attached) {
         fsdpi_attached **last = &m->attached;
         while ((*last)->next) last = &(*last)->next;
         fsdpi_detach(m, last);
     }
-    fsdpi_call_all_back(m);
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
     for (int i = 0; i < m->num_units; i++) {
