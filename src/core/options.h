@@ -18,6 +18,7 @@
 #include "../base/macros.h"
 #include "objects.h"
 #include "../base/os.h"
+#include "gather.h"
 #include "grad_path.h"
 #include "run.h"
 #include "step.h"
