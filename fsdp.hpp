@@ -74,7 +74,7 @@ RULES
                 call on an object that holds nothing, as after a move, throws INVALID_ARG.
     Scopes      unit.forward() and unit.backward() call pre_*. The end of the scope calls post_*,
                 and so does close(), which throws if that fails. A failure in a destructor is not
-                lost: model.finalize_backward() throws it.
+                lost: the next scope of the model throws it, or model.finalize_backward().
     Exceptions  If an exception leaves a scope, gradients may be half written. So the scope aborts
                 the world, as fsdp_abort does: the other ranks get ABORTED, with this rank and the
                 unit in the text, and no shard changes. The text of an fsdp::error follows. C++
@@ -284,6 +284,8 @@ struct model_state {
     fsdp_model *handle = nullptr; // NULL: it has ended, or never began
     std::forward_list<unit_state> units;
     std::vector<hook> hooks;
+    fsdp_status lost = FSDP_OK; // the first failure of a destructor since finalize
+    char lost_text[512] = "";
 };
 
 inline fsdp_world *handle(const ref<world_state> &world) {
@@ -306,19 +308,20 @@ inline fsdp_model *handle(const ref<model_state> &model) {
     va_end(arguments);
     throw error(status, text);
 }
-[[noreturn]] inline void fail(fsdp_status status, const ref<world_state> &world) {
-    fsdp_world *const w = handle(world);
-    if (!w)
+inline void check(fsdp_status status, const ref<world_state> &world, bool alive) {
+    if (status == FSDP_OK) return;
+    if (!alive)
         throw error(status, std::string(fsdp_last_error(nullptr)) + " (the fsdp:: object was moved "
                             "from or closed, or its model or world has ended)");
     world->failures++;
-    throw error(status, fsdp_last_error(w));
+    throw error(status, fsdp_last_error(world->handle));
 }
 inline void check(fsdp_status status, const ref<world_state> &world) {
-    if (status != FSDP_OK) fail(status, world);
+    check(status, world, handle(world) != nullptr);
 }
 inline void check(fsdp_status status, const ref<model_state> &model) {
-    if (status != FSDP_OK) fail(status, model ? model->world : ref<world_state>());
+    if (status != FSDP_OK)
+        check(status, model ? model->world : ref<world_state>(), handle(model) != nullptr);
 }
 
 template <class Describe, class... A> std::string text_of(Describe describe, A... arguments) {
@@ -369,7 +372,10 @@ class world {
     bool owns_ = true;
     friend class model;
 
-    void end() noexcept { (void)close(); }
+    void begin(const fsdp_world_desc &desc) {
+        const fsdp_status status = fsdp_init(&desc, &state_->handle);
+        if (status) throw error(status, fsdp_last_error(nullptr));
+    }
 
   public:
     /* world - joins the job, as fsdp_init: collective
@@ -377,7 +383,7 @@ class world {
        handle      a world that its owner ends, as in a function of fsdp_spawn
        Throws      error, std::bad_alloc */
     explicit world(const fsdp_world_desc &desc = world_desc()) : state_(new detail::world_state) {
-        detail::check(fsdp_init(&desc, &state_->handle), state_);
+        begin(desc);
     }
     template <class Log>
     world(fsdp_world_desc desc, Log log) : state_(new detail::world_state) {
@@ -389,7 +395,7 @@ class world {
             } catch (...) { // without this line of the log
             }
         };
-        detail::check(fsdp_init(&desc, &state_->handle), state_);
+        begin(desc);
     }
     explicit world(fsdp_world *handle) : state_(new detail::world_state), owns_(false) {
         state_->handle = handle;
@@ -400,7 +406,7 @@ class world {
         state_ = std::move(o.state_), owns_ = o.owns_;
         return *this;
     }
-    ~world() { end(); }
+    ~world() { (void)close(); }
 
     /* close - ends the world, as fsdp_shutdown. What was made from it holds nothing from then on
        Result      that of fsdp_shutdown, for main; FSDP_OK if it has ended */
@@ -423,7 +429,8 @@ class world {
     /* all_reduce, broadcast, barrier - as in C, of a number or of an array in host memory:
        collective. broadcast takes every type that memcpy copies
        Throws      error */
-    template <class T> T all_reduce(T value, fsdp_redop op = FSDP_SUM) const {
+    template <class T, class = std::enable_if_t<!std::is_pointer_v<T>>>
+    T all_reduce(T value, fsdp_redop op = FSDP_SUM) const {
         all_reduce(&value, 1, op);
         return value;
     }
@@ -514,8 +521,8 @@ class unit : public setters<unit> {
         return numel;
     }
 
-    // Gives C a function by set(user), and keeps it until the model ends or C has another one.
-    template <class F, class Set> void hook(int kind, int index, F f, Set set) const {
+    // Gives C a function by give(user), and keeps it until the model ends or C has another one.
+    template <class F, class Give> void hook(int kind, int index, F f, Give give) const {
         detail::kept function = detail::keep(std::move(f), detail::world_of(model_));
         detail::hook *place = nullptr;
         if (model_) {
@@ -523,7 +530,7 @@ class unit : public setters<unit> {
                 if (h.unit == state_ && h.kind == kind && h.index == index) place = &h;
             if (!place) place = &model_->hooks.emplace_back(state_, kind, index);
         }
-        check(set(function.get()));
+        check(give(function.get()));
         place->function = std::move(function);
     }
     // Calls a hook. An exception aborts the world with its text.
@@ -541,12 +548,12 @@ class unit : public setters<unit> {
         }
         return FSDP_ERR_ABORTED;
     }
-    template <class F, class Set> void comm_hook(int kind, F f, Set set) const {
+    template <class F, class Setter> void comm_hook(int kind, F f, Setter setter) const {
         fsdp_custom_comm thunk = nullptr;
         if constexpr (!std::is_null_pointer_v<F>)
             thunk = [](void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                        const fsdp_coll *coll) { return call<F>(user, ops, comm, coll); };
-        hook(kind, -1, std::move(f), [&](void *user) { return set(get(), thunk, user); });
+        hook(kind, -1, std::move(f), [&](void *user) { return setter(get(), thunk, user); });
     }
 
   public:
@@ -663,10 +670,21 @@ class [[nodiscard]] scope {
         if (fsdp_world_status(world->handle) == FSDP_OK) fsdp_abort(world->handle, text);
     }
 
+    // Keeps a failure of the destructor for the next scope.
+    void keep(fsdp_status status) noexcept {
+        const auto &m = unit_.model_;
+        if (m->lost) return;
+        m->lost = status;
+        (void)std::snprintf(m->lost_text, sizeof m->lost_text, "%s",
+                            fsdp_last_error(m->world->handle));
+    }
+
   protected:
     scope(const unit &u, const char *name, fsdp_status (*pre)(fsdp_unit *),
           fsdp_status (*post)(fsdp_unit *))
         : unit_(u), name_(name), post_(post) {
+        if (u.get() && u.model_->lost)
+            throw error(std::exchange(u.model_->lost, FSDP_OK), u.model_->lost_text);
         u.check(pre(u.get()));
         failures_ = u.model_->world->failures;
     }
@@ -674,7 +692,7 @@ class [[nodiscard]] scope {
     ~scope() {
         if (!unit_.get()) return;
         if (std::uncaught_exceptions() > exceptions_) abort(nullptr);
-        else (void)post_(unit_.get());
+        else if (const fsdp_status status = post_(unit_.get())) keep(status);
     }
 
     // Returns what fsdp_data_as, or fsdp_grad_as, gives. Throws if that is the memory of a failure.
@@ -876,7 +894,10 @@ class model : public setters<model> {
        Throws      error: finalize_backward also the first failure of a scope or getter */
     void commit() { check(fsdp_model_commit(get())); }
     void reserve() { check(fsdp_model_reserve(get())); }
-    void finalize_backward() { check(fsdp_finalize_backward(get())); }
+    void finalize_backward() {
+        if (get()) state_->lost = FSDP_OK; // C has kept it, too
+        check(fsdp_finalize_backward(get()));
+    }
     double clip_grad_norm(double max_norm) {
         double norm = 0;
         return check(fsdp_clip_grad_norm(get(), max_norm, &norm)), norm;
