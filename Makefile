@@ -94,8 +94,9 @@ Q := $(if $(V),,@)# V=1 shows the commands
 COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
-IN_CXX    = $(CXX) -std=c++17 $(WARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(CXXFLAGS) $(SANFLAGS) \
-            -MMD -MP -MF $@.d -o $@
+# As -std=c99, C++ shall round each operation.
+IN_CXX    = $(CXX) -std=c++17 -ffp-contract=off $(WARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) \
+            $(CXXFLAGS) $(SANFLAGS) -MMD -MP -MF $@.d -o $@
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
