@@ -108,7 +108,6 @@ RULES
 #else
 
 #include <climits>          // INT_MAX
-#include <cmath>            // NAN
 #include <cstdarg>          // va_list
 #include <cstdio>           // snprintf, vsnprintf
 #include <exception>        // exception_ptr, uncaught_exceptions
@@ -1059,7 +1058,7 @@ class ema : public detail::made<fsdp_ema, fsdp_ema_destroy> {
     template <class Decay> ema(const model &m, fsdp_ema_desc desc, Decay decay_at) : made(m) {
         desc.user = keep(std::move(decay_at));
         desc.decay_at = [](void *user, int64_t step) {
-            return detail::guard<Decay>(user, double{NAN}, step);
+            return detail::guard<Decay>(user, -1.0, step);
         };
         create(fsdp_ema_create, desc);
     }
