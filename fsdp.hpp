@@ -85,6 +85,7 @@ RULES
                 that led to it throws the same exception; a hook aborts the world with its text.
     Descs       A desc begins with the defaults: fsdp::model_desc d; d.param_dtype = FSDP_BF16; In
                 C++20 you may write fsdp::model model(world, {.param_dtype = FSDP_BF16}).
+    Threads     One thread at a time uses a world and all that is made from it, copies of units, too.
     Other calls get() gives the handle for every function of C: world.check(status) throws.
 */
 // The library in C has casts as C has them.
@@ -323,6 +324,10 @@ inline void check(fsdp_status status, const ref<model_state> &model) {
         check(status, model ? model->world : ref<world_state>(), handle(model) != nullptr);
 }
 
+// Aborts the world, unless it has failed.
+inline void abort(const ref<world_state> &world, const char *why) noexcept {
+    if (fsdp_world_status(world->handle) == FSDP_OK) fsdp_abort(world->handle, why);
+}
 template <class Describe, class... A> std::string text_of(Describe describe, A... arguments) {
     std::string text(describe(arguments..., nullptr, 0), '\0');
     (void)describe(arguments..., text.data(), text.size() + 1);
@@ -666,7 +671,7 @@ class [[nodiscard]] scope {
         if (!why && world->failures != failures_) why = fsdp_last_error(world->handle);
         (void)std::snprintf(text, sizeof text, "an exception left the %s of unit '%s'%s%s", name_,
                             fsdp_unit_label(u.get()), why ? ": " : "", why ? why : "");
-        if (fsdp_world_status(world->handle) == FSDP_OK) fsdp_abort(world->handle, text);
+        detail::abort(world, text);
     }
 
     // Keeps a failure of the destructor for the next scope.
@@ -716,10 +721,11 @@ class [[nodiscard]] scope {
     /* data - the whole parameter `index`, as fsdp_data_as: on a device its memory. Valid to the end
        of the scope
        Throws      error: it is gathered in another dtype, or is not gathered any more */
-    template <class T> span<const T> data(int index) const {
+    template <class T> span<const T> data(int index) const & {
         const span<T> all = get<T>(index, false);
         return span<const T>(all.data(), all.size());
     }
+    template <class T> void data(int index) const && = delete; // the scope would have ended
 
     /* close - ends the scope now: calls post_*, which destructors do without its status
        Throws      error */
@@ -759,7 +765,8 @@ class [[nodiscard]] backward_scope : public scope {
     /* grad - where you add the gradient of parameter `index`, as fsdp_grad_as; empty if the
        parameter is frozen
        Throws      as data */
-    template <class T> span<T> grad(int index) const { return get<T>(index, true); }
+    template <class T> span<T> grad(int index) const & { return get<T>(index, true); }
+    template <class T> void grad(int index) const && = delete;
 };
 inline forward_scope unit::forward() const { return forward_scope(*this); }
 inline backward_scope unit::backward() const { return backward_scope(*this); }
@@ -939,15 +946,16 @@ namespace detail {
 
 // Owns what a model owns in C, too: ends it, unless the model or the world has ended before.
 template <class Handle, void (*Destroy)(Handle *)> class made {
-    ref<model_state> model_;
     Handle *handle_ = nullptr;
     kept function_ = none(); // that C calls while the handle lives
 
   protected:
+    ref<model_state> model_;
+
     explicit made(const model &m) : model_(m.state_) {}
     made(made &&o) noexcept
-        : model_(std::move(o.model_)), handle_(std::exchange(o.handle_, nullptr)),
-          function_(std::move(o.function_)) {}
+        : handle_(std::exchange(o.handle_, nullptr)), function_(std::move(o.function_)),
+          model_(std::move(o.model_)) {}
     made &operator=(made &&o) noexcept {
         made old(std::move(*this));
         model_ = std::move(o.model_), handle_ = std::exchange(o.handle_, nullptr);
@@ -1164,10 +1172,22 @@ class checkpoint : public detail::made<fsdp_checkpoint, fsdp_checkpoint_destroy>
     int64_t nbytes() const { return fsdp_checkpoint_nbytes(get()); }
 };
 
-/* plan - as fsdp_plan_create; the functions, and the destructor, are collective as in C
+/* plan - as fsdp_plan_create; the functions, and the destructor, are collective as in C. If an
+   exception ends a plan in the middle of a backward, the world is aborted, as by a scope
    Throws      error, std::bad_alloc */
 class plan : public detail::made<fsdp_plan, fsdp_plan_destroy> {
+    int exceptions_ = std::uncaught_exceptions();
+
   public:
+    plan(plan &&) noexcept = default;
+    plan &operator=(plan &&) noexcept = default;
+    ~plan() {
+        bool open = false; // then this rank would reduce alone what the plan has deferred
+        if (get() && std::uncaught_exceptions() > exceptions_)
+            for (const detail::unit_state &u : model_->units)
+                open |= fsdp_unit_state(u.handle) != FSDP_STATE_IDLE;
+        if (open) detail::abort(model_->world, "an exception left a planned backward");
+    }
     explicit plan(const model &m, const fsdp_plan_desc &desc = plan_desc()) : made(m) {
         create(fsdp_plan_create, desc);
     }

@@ -289,8 +289,21 @@ TEST(hpp, world_of_others, GLOO) { lab_run(3, nullptr, borrowed, nullptr); }
 
 /* ---- scopes ------------------------------------------------------------------------------------ */
 
-/* Getters have the size and the memory of those of C, and refuse what is wrong. */
+template <class Scope, class = void> struct gives_data : std::false_type {};
+template <class Scope>
+struct gives_data<Scope, std::void_t<decltype(std::declval<Scope>().template data<float>(0).size())>>
+    : std::true_type {};
+template <class Scope, class = void> struct gives_grad : std::false_type {};
+template <class Scope>
+struct gives_grad<Scope, std::void_t<decltype(std::declval<Scope>().template grad<float>(0).size())>>
+    : std::true_type {};
+
+/* Getters have the size and the memory of those of C, and refuse what is wrong. A scope that ends
+   with its expression has none. */
 static void getters(lab_rank *r) {
+    static_assert(gives_data<fsdp::backward_scope &>() && !gives_data<fsdp::backward_scope>(), "");
+    static_assert(gives_grad<fsdp::backward_scope &>() && !gives_grad<fsdp::backward_scope>(), "");
+    static_assert(gives_data<fsdp::forward_scope &>() && !gives_grad<fsdp::forward_scope &>(), "");
     fsdp::world world(r->w);
     fsdp::model_desc desc;
     desc.param_dtype = FSDP_BF16;
@@ -919,4 +932,59 @@ TEST(hpp, grad_scaler_as_in_c) {
     CHECK(scaler.found_inf());
     scaler.update();
     CHECK(scaler.scale() == 2);
+}
+
+/* An exception in the middle of a step, outside of scopes or inside one, also of a plan: its owners
+   end while it passes, and the other ranks get an error that names the rank. */
+enum { IN_FORWARD, IN_BACKWARD, IN_SCOPE };
+static const struct {
+    const char *name;
+    int planned, where, threads;
+    const char *says;
+} steps[] = {{"forward", 0, IN_FORWARD, 1, "between"},
+             {"backward", 0, IN_BACKWARD, 1, "between"},
+             {"backward_of_processes", 0, IN_BACKWARD, 0, "between"},
+             {"planned_forward", 1, IN_FORWARD, 1, "between"},
+             {"planned_backward", 1, IN_BACKWARD, 1, "an exception left a planned backward"},
+             {"planned_backward_of_processes", 1, IN_BACKWARD, 0, "left a planned backward"},
+             {"planned_scope", 1, IN_SCOPE, 1, "left the backward of unit 'h.1'"}};
+TEST_P(hpp, exception_in_a_step, steps) {
+    fsdp_world_desc quiet = FSDP_ZERO;
+    quiet.logger.log = w_quiet;
+    fsdp::spawn_desc desc;
+    desc.num_ranks = 3, desc.threads = row->threads, desc.world = &quiet;
+    int *failed = (int *)lab_shared(sizeof *failed);
+    const std::string text = refusal(FSDP_ERR_ABORTED, [&] {
+        fsdp::spawn(desc, [&](fsdp::world &world) {
+            try {
+                net n(world);
+                fsdp::adamw adamw(n.model);
+                std::optional<fsdp::plan> plan;
+                if (row->planned) plan.emplace(n.model);
+                for (int step = 0; step < 6; step++) {
+                    const auto stop = [&](int where) {
+                        if (step == 4 && world.rank() == 1 && row->where == where)
+                            throw std::runtime_error("between");
+                    };
+                    for (const fsdp::unit &u : n.h) u.forward([](auto &) {}), stop(IN_FORWARD);
+                    for (std::size_t l = L; l-- > 0;) {
+                        auto b = n.h[l].backward();
+                        for (float &g : b.grad<float>(0)) g = 1;
+                        if (l == 1) stop(IN_SCOPE);
+                        b.close();
+                        if (l == 1) stop(IN_BACKWARD);
+                    }
+                    n.model.finalize_backward();
+                    CHECK(!plan || step < 2 || plan->state() == FSDP_PLAN_REPLAYING);
+                    adamw.step(0.1), n.model.zero_grad();
+                }
+            } catch (const std::exception &e) {
+                if (world.rank() != 1) check_says(e.what(), "rank 1");
+                __atomic_add_fetch(failed, 1, __ATOMIC_SEQ_CST);
+                throw;
+            }
+        });
+    });
+    check_says(text, row->says);
+    CHECK_EQ_INT(*failed, 3);
 }
