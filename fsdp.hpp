@@ -804,6 +804,10 @@ class model : public setters<model> {
         state_->units.splice_after(state_->units.before_begin(), place);
         return unit(state_, &state_->units.front());
     }
+    // Forgets the failure of a destructor, which C has kept, too, for finalize or until reset.
+    void forget() noexcept {
+        if (state_) state_->lost = FSDP_OK;
+    }
     void end() noexcept {
         if (!state_) return;
         if (fsdp_model *const handle = get()) fsdp_model_destroy(handle);
@@ -901,7 +905,7 @@ class model : public setters<model> {
     void commit() { check(fsdp_model_commit(get())); }
     void reserve() { check(fsdp_model_reserve(get())); }
     void finalize_backward() {
-        if (get()) state_->lost = FSDP_OK; // C has kept it, too
+        forget();
         check(fsdp_finalize_backward(get()));
     }
     double clip_grad_norm(double max_norm) {
@@ -916,7 +920,10 @@ class model : public setters<model> {
     void zero_grad() { check(fsdp_zero_grad(get())); }
     void params_writable() { check(fsdp_params_writable(get())); }
     void params_changed() { check(fsdp_params_changed(get())); }
-    void reset() { check(fsdp_model_reset(get())); }
+    void reset() {
+        forget();
+        check(fsdp_model_reset(get()));
+    }
     void broadcast(int root = 0) { check(fsdp_model_broadcast(get(), nullptr, root)); }
     void cast(fsdp_dtype dtype) { check(fsdp_model_cast(get(), dtype)); }
     fsdp_flat flat(fsdp_dtype dtype) {

@@ -375,6 +375,12 @@ static void lost(lab_rank *r) {
     n.backward(1); /* the world goes on */
     check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "h.1");
     n.model.finalize_backward();
+    {
+        auto f = n.h[1].forward();
+        CALL(r->w, fsdp_post_forward(n.h[1].get()));
+    }
+    n.model.reset(), n.forward(), n.backward(1); /* all is forgotten */
+    n.model.finalize_backward();
     refusal(FSDP_ERR_INVALID_STATE, [&] { auto b = n.h[0].backward(); }); /* pre_*: at once */
 }
 TEST(hpp, failure_in_a_destructor_is_kept) { lab_run(2, nullptr, lost, nullptr); }
