@@ -85,7 +85,7 @@ RULES
                 that led to it throws the same exception; a hook aborts the world with its text.
     Descs       A desc begins with the defaults: fsdp::model_desc d; d.param_dtype = FSDP_BF16; In
                 C++20 you may write fsdp::model model(world, {.param_dtype = FSDP_BF16}).
-    Threads     One thread at a time uses a world and all that is made from it, copies of units, too.
+    Threads     One thread at a time uses a world and what is made from it, also copies of units.
     Other calls get() gives the handle for every function of C: world.check(status) throws.
 */
 // The library in C has casts as C has them.
