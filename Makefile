@@ -27,10 +27,11 @@ SAN_tsan := -fsanitize=thread -O1
 SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
 
 comma := ,
-HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
+HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h)) $(wildcard fsdp.hpp)
 PARTS    := $(wildcard $(addsuffix /*.h,src/* backends))
 PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/probe_*.c))))
-EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
+EXAMPLES := $(addprefix $(BUILD)/,$(basename $(wildcard examples/*.c examples/*.cpp)))
+CXX_TESTS := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/test_*.cpp))))
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
 GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := tools/fsdprun
@@ -93,6 +94,9 @@ Q := $(if $(V),,@)# V=1 shows the commands
 COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
+# As -std=c99, C++ shall round each operation.
+IN_CXX    = $(CXX) -std=c++17 -ffp-contract=off $(WARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) \
+            $(CXXFLAGS) $(SANFLAGS) -MMD -MP -MF $@.d -o $@
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
@@ -140,6 +144,9 @@ $(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backe
 $(BUILD)/examples/%: examples/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/examples
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
+$(BUILD)/examples/%: examples/%.cpp Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/examples
+	@echo "  CXX $@"
+	$Q$(IN_CXX) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 $(BUILD)/gloo_ring.o: bench/gloo_ring.cc bench/gloo_ring.h Makefile | $(BUILD)
 	@echo "  CXX $@"
 	$Q$(CXX) -Wall -Wextra -I. $(GLOO_FLAGS) $(CXXFLAGS) -O3 -c -o $@ $<
@@ -191,11 +198,16 @@ $(LIBRARY).o: private CFLAGS += $(if $(GLOO)$(NCCL)$(SAN)$(filter-out file,$(ori
 $(LIBRARY).a: $(LIBRARY).o
 	$Qrm -f $@ && ar rc $@ $<
 vpath %.c tests $(wildcard tests/*/)
+vpath %.cpp $(wildcard tests/*/)
 # In two steps, so that programs are compiled beside the library and the kernels.
 .PRECIOUS: $(BUILD)/tests/%.o
 $(BUILD)/tests/%.o: %.c Makefile | $(BUILD)/tests
 	@echo "  CC $@"
 	$Q$(COMPILE) -c $<
+$(BUILD)/tests/%.o: %.cpp Makefile | $(BUILD)/tests
+	@echo "  CXX $@"
+	$Q$(IN_CXX) -c $<
+$(CXX_TESTS): private LDLIBS += -lstdc++
 $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) $(SANFLAGS) -o $@ $< $(LIBRARY).a $(LDFLAGS) -pthread $(LDLIBS) -lm
 
@@ -322,7 +334,7 @@ uninstall:
 
 format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] tests/*/*.[ch] examples/*.[ch] \
-	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c)
+	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c examples/*.cpp tests/*/*.cpp)
 clean:
 	rm -rf $(BUILD) $(TOOLS) examples/gpt/train_gpt
 help: ## this list

@@ -10,7 +10,7 @@
        cc -O2 trainer.c -pthread -lm && tools/fsdprun -n 4 ./a.out     // make tools/fsdprun
 
    With FSDP_STATIC defined as well, everything is static to that file: for a program of one file,
-   or a library with a copy of its own.
+   or a library with a copy of its own. In C++17 fsdp.hpp adds exceptions, owners and scopes.
 
    SPDX-License-Identifier: MIT (full text at the end of this file)
 

@@ -23,6 +23,9 @@
 #endif
 #include "backends/fsdp_fake.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
 const fsdp_device_ops *lib_host_ops(void);
 void lib_host_update(const fsdp_update *u);
 /* Sets dst to scale * src, or adds it, as a reduction does. */
@@ -40,5 +43,8 @@ const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); /
 uint32_t lib_crc32c_by_table(uint32_t crc, const void *data, int64_t nbytes);
 int lib_has_crc32c(void); // fsdp_crc32c uses an instruction
 int lib_plan_prove(const char *text, fsdp_plan_proof *out); // plan/plan_parse.h
+#ifdef __cplusplus
+}
+#endif
 
 #endif

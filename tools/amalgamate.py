@@ -4,12 +4,12 @@
 
   tools/amalgamate.py FOLDER [ROOT]
 
-fsdp.h and each extension fsdp_*.h of ROOT become one file each in FOLDER; extensions still include
-fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend
-than the default one, which src/core/backends.h defines, stays an include: those files are written
-into FOLDER/backends, where they find what they use of src/core/ in the one header, or, if they are
-compiled alone (.cu), in their own text. All is taken from the headers; no name of a part stands
-here.
+fsdp.h, each extension fsdp_*.h of ROOT and fsdp.hpp become one file each in FOLDER; they still
+include fsdp.h, and fsdp.hpp the extensions. Each #include "..." becomes the text of that file,
+once. What belongs to another backend than the default one, which src/core/backends.h defines, stays
+an include: those files are written into FOLDER/backends, where they find what they use of src/core/
+in the one header, or, if they are compiled alone (.cu), in their own text. All is taken from the
+headers; no name of a part stands here.
 """
 import argparse
 import glob
@@ -178,7 +178,7 @@ def main():
                         metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
     options = parser.parse_args()
     root, files = options.root, {}
-    for name in files_of(root, "fsdp*.h"):
+    for name in files_of(root, "fsdp*.h", "fsdp*.hpp"):
         files[name] = Amalgamation(root, name).text
     for path in files_of(root, "backends/*.h", "backends/*.c[cu]"):
         files[path] = of_backend(root, path, [])

@@ -402,6 +402,7 @@ gate_single() {
     for f in "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL"; do
         implement | (cd "$dir" && compile g++ c++11 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
     done
+    include fsdp.hpp | (cd "$dir" && compile g++ c++17 -fsyntax-only)
     g++ -x c++ -std=c++11 -Itests/stubs -fsyntax-only "$dir/backends/fsdp_cuda.cu"
 }
 # The one header comes first where the Makefile's flags look for fsdp.h.
@@ -424,6 +425,16 @@ gate_single_tests() {
         "$of/tests/$t" --tags=shm >"$work/single.$t.log" 2>&1 ||
             die "$(grep -vE '^\[( RUN|       OK|===)' "$work/single.$t.log")"
     done
+}
+
+# fsdp.hpp, an implementation with it, and its tests, whose harness has casts of C; before C++17 one
+# #error says so.
+gate_hpp() { # COMPILER STANDARD
+    { include fsdp.hpp fsdp.hpp && echo 'int main() { return fsdp::world().close(); }'; } |
+        compile "$@" -Wold-style-cast -fsyntax-only
+    compile "$@" -Wold-style-cast -fsyntax-only <examples/11_cpp.cpp
+    compile "$@" -Itests -fsyntax-only <tests/extensions/test_hpp.cpp
+    include fsdp.hpp | refused 'fsdp.hpp needs C++17' "$1" -std=c++14 -x c++
 }
 
 gate_text() { # CHECK of tools/check_text.py
@@ -632,6 +643,7 @@ list() {
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
     [ ! -e tests/tools/packages.py ] || printf 'package.%s\n' meson spack
+    printf 'hpp.%s\n' g++.c++17 clang++.c++20
     echo nccl_header.21800
     echo nccl_real
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
@@ -642,6 +654,7 @@ list_nightly() { # the rest of every language, compiler and version
     echo parts.gcc.c99.every
     printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} \
         clang++.c++{11,14,17}
+    printf 'hpp.%s\n' g++.c++20 clang++.c++17
     printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
     printf 'nccl_header.%s\n' 22304 22703 22809 23003 23102

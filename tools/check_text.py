@@ -7,7 +7,8 @@
              returns a status, and with Allocates if it makes an object
   functions  no function of a header or a backend is longer than 100 lines
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
-  code       every C block of the documents compiles as C99 and as C++11; whole programs also run
+  code       every C block of the documents compiles as C99 and as C++11, and every block of C++ as
+             C++17; whole programs also run
   commands   compile commands of documents and of first comments that are run in the root: their
              sources exist, and no folder has the name of what they write
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
@@ -33,7 +34,8 @@
   english    comments and documents say after, next to, eagerly, again, inside ... in place of the
              words in DIALECT: at most five of them stand in a file
 
-In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
+In a document, ```cpp is a whole program of fsdp.hpp if it has a main(), else statements as below.
+```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
 A program is also an indented block with a main() in the first comment of a header.
 """
@@ -52,6 +54,7 @@ def files_below(folder):
 
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
+IN_CXX = glob.glob("fsdp*.hpp")
 PARTS = files_below("src/core") + files_below("src/base")
 PLAN = sorted(set(files_below("src")) - set(PARTS))  # parts of extensions
 DECLARES = HEADERS + glob.glob("src/core/extension.h")
@@ -74,6 +77,20 @@ int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **
 #line 1 "%s"
 %s
     return 0;
+}
+"""
+
+
+FRAGMENT_CPP = """
+void layer_forward(float *y, const float *x, const float *w, const float *b);
+void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw,
+                    float *db);
+void fragment(fsdp::world &world, fsdp::model &model, fsdp::unit *h, fsdp::adamw &adamw, float **x,
+              float **dx, double lr, int L);
+void fragment(fsdp::world &world, fsdp::model &model, fsdp::unit *h, fsdp::adamw &adamw, float **x,
+              float **dx, double lr, int L) {
+#line 1 "%s"
+%s
 }
 """
 
@@ -206,7 +223,7 @@ def functions_of(path):
 
 def check_functions():
     longest = (0, "")
-    for path in HEADERS + PARTS + PLAN + BACKENDS:
+    for path in HEADERS + IN_CXX + PARTS + PLAN + BACKENDS:
         for start, lines in functions_of(path):
             name = f"{path}:{start}"
             longest = max(longest, (lines, name))
@@ -225,8 +242,9 @@ def scripts():
 
 
 def check_columns():
-    sources = HEADERS + PARTS + PLAN + BACKENDS + glob.glob("tests/*.[ch]")
-    sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
+    sources = HEADERS + IN_CXX + PARTS + PLAN + BACKENDS + glob.glob("tests/*.[ch]")
+    sources += glob.glob("tests/*/*.[ch]") + glob.glob("tests/*/*.cpp")
+    sources += glob.glob("examples/*.cpp") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     sources += list(scripts()) + glob.glob("tests/tools/*.py")
     for path in sorted(sources):
@@ -237,7 +255,7 @@ def check_columns():
 
 
 def blocks():
-    """Yields (place, kind, text) of each C block."""
+    """Yields (place, kind, text) of each C block, and of each one in C++, of kind cpp."""
     for path in ["README.md"] + sorted(glob.glob("docs/*.md") + glob.glob("backends/*.md")):
         if not os.path.exists(path):
             continue
@@ -245,7 +263,9 @@ def blocks():
         for m in re.finditer(r"^```c\b *(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
             kind = m.group(1) or ("program" if re.search(r"\bmain\(", m.group(2)) else "fragment")
             yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", kind, m.group(2)
-    for path in HEADERS:
+        for m in re.finditer(r"^```cpp[^\n]*\n(.*?)^```", text, re.M | re.S):
+            yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", "cpp", m.group(1)
+    for path in HEADERS + IN_CXX:
         comment = "\n".join(lines_of(path)).split("*/")[0].split("\n")
         start = None
         for i, line in enumerate(comment + ["."]):
@@ -254,7 +274,7 @@ def blocks():
             elif line.strip() and start is not None:
                 text = "\n".join(comment[start:i])
                 if re.search(r"\bmain\(", text):
-                    yield f"{path}:{start + 1}", "program", text
+                    yield f"{path}:{start + 1}", "cpp" * (path in IN_CXX) or "program", text
                 start = None
 
 
@@ -264,15 +284,45 @@ def run(command, **more):
     return r.returncode, r.stdout
 
 
+def check_runs(place, program):
+    """The program ends with success, alone and on two ranks."""
+    fsdprun = os.path.abspath("tools/fsdprun")
+    for launcher in [[], [fsdprun, "-n", "2"]][: 1 + os.path.exists(fsdprun)]:
+        status, out = run(launcher + [program], cwd=os.path.dirname(program))
+        if status:
+            yield f"{place}: {' '.join(launcher)} exit status {status}\n{out}"
+
+
+def check_cpp(cxx, place, text, source, program):
+    """A block of C++ compiles without a warning; a whole program runs."""
+    whole = re.search(r"\bmain\(", text)
+    path, line = place.split(":")
+    if not whole:
+        text = '#include "fsdp.hpp"\n' + (FRAGMENT_CPP % (path, text)).replace(
+            "#line 1 ", f"#line {line} ")
+    with open(source, "w", encoding="utf-8") as f:
+        f.write(text)
+    flags = "-x c++ -std=c++17 -O0 -Wall -Wextra -Wno-unused -Werror -I.".split()
+    link = ["-o", program, source, "-pthread", "-lm"] if whole else ["-fsyntax-only", source]
+    status, out = run(cxx + flags + link)
+    if status:
+        yield f"{place}: does not compile\n{out}"
+    elif whole:
+        yield from check_runs(place, program)
+
+
 def check_code():
     cc, cxx = (os.environ.get("CC") or "cc").split(), (os.environ.get("CXX") or "c++").split()
     include = "".join(f'#include "{h}"\n' for h in HEADERS)
-    count = {"program": 0, "fragment": 0, "file": 0, "sketch": 0}
+    count = {"program": 0, "fragment": 0, "file": 0, "sketch": 0, "cpp": 0}
     with tempfile.TemporaryDirectory() as tmp:
         for place, kind, text in blocks():
             count[kind] = count.get(kind, 0) + 1
             source, program = os.path.join(tmp, "block.c"), os.path.join(tmp, "block")
             path, line = place.split(":")
+            if kind == "cpp":
+                yield from check_cpp(cxx, place, text, source, program)
+                continue
             if kind == "fragment":
                 text = include + FRAGMENT % (path, text)
                 text = text.replace("#line 1 ", f"#line {line} ")
@@ -298,18 +348,15 @@ def check_code():
             if status:
                 yield f"{place}: does not compile\n{out}"
                 continue
-            fsdprun = os.path.abspath("tools/fsdprun")
-            for launcher in [[], [fsdprun, "-n", "2"]][: 1 + os.path.exists(fsdprun)]:
-                status, out = run(launcher + [program], cwd=tmp)
-                if status:
-                    yield f"{place}: {' '.join(launcher)} exit status {status}\n{out}"
+            yield from check_runs(place, program)
     print("note: " + ", ".join(f"{n} of kind {kind}" for kind, n in count.items()))
     if count["program"] == 0:
         yield "fsdp.h: the manual's program was not found"
 
 
 def check_commands():
-    paths = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md") + HEADERS
+    paths = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md")
+    paths += HEADERS + IN_CXX
     paths += glob.glob("examples/*.md")
     paths += BACKENDS + glob.glob("examples/**/*.c*", recursive=True) + glob.glob("tools/*.c")
     made = {name for path in paths for name in re.findall(r"\bmkdir (\w+)", read(path))}
@@ -317,7 +364,7 @@ def check_commands():
     for path in sorted(paths):
         for i, line in enumerate(lines_of(path)):
             m = re.search(r"\b(?:g?cc|[cg]\+\+|nvcc) -.* -o (\S+)", line)
-            sources = re.findall(r"(?<=\s)\w+/\S+\.(?:cc|cu|c)\b", line) if m else []
+            sources = re.findall(r"(?<=\s)\w+/\S+\.(?:cc|cpp|cu|c)\b", line) if m else []
             count += len(sources)
             for source in sources:
                 if not os.path.exists(source):
@@ -329,7 +376,7 @@ def check_commands():
 
 def sources_and(endings):
     """The sources of the library, and the files of FOLDERS with these endings."""
-    return HEADERS + PARTS + PLAN + BACKENDS + [
+    return HEADERS + IN_CXX + PARTS + PLAN + BACKENDS + [
         os.path.join(where, name) for folder in FOLDERS for where, _, names in os.walk(folder)
         for name in names if re.search(rf"\.({endings})$", name)]
 
@@ -461,7 +508,7 @@ def check_extensions():
     for path in PARTS + BACKENDS + ["fsdp.h"]:
         for name in PRIVATE.findall(code_of(path)):
             owner.setdefault(name, path)
-    for path in HEADERS[1:] + PLAN:
+    for path in HEADERS[1:] + IN_CXX + PLAN:
         for name in sorted(set(PRIVATE.findall(code_of(path))) & set(owner) - everyone):
             if room_of(path) == "plan" and owner[name] in PARTS:
                 continue
@@ -472,7 +519,7 @@ def check_pragmas():
     pragma = re.compile(r'#\s*pragma\s+(.+)|\b_Pragma\("(.*)"\)|'
                         r'\bFSDP_PRAGMA\((?!text)(.*?)\)(?=\s|$)')
     passes = re.compile(r"weak |GCC (unroll|ivdep)|clang loop ")  # for a name, for the next loop
-    for path in HEADERS + PARTS + PLAN + [path for path in BACKENDS if path.endswith(".h")]:
+    for path in HEADERS + IN_CXX + PARTS + PLAN + [p for p in BACKENDS if p.endswith(".h")]:
         pushed = dict.fromkeys(["FSDP_PRECISE"], 0)
         for i, line in enumerate(code_of(path).split("\n"), 1):
             change = re.match(r"FSDP_PRECISE_(BEGIN|END)\b", line)
@@ -535,9 +582,9 @@ def check_names():
 def known_tests():
     """{name of a test: its program} of the sources; rows of TEST_P not told apart."""
     known = {}
-    for path in sorted(glob.glob("tests/*/*.c")):
+    for path in sorted(glob.glob("tests/*/*.c") + glob.glob("tests/*/*.cpp")):
         for m in re.finditer(r"^TEST\w*\((\w+),\s*(\w+)", read(path), re.M):
-            known[f"{m.group(1)}.{m.group(2)}"] = os.path.basename(path)[:-2]
+            known[f"{m.group(1)}.{m.group(2)}"] = os.path.splitext(os.path.basename(path))[0]
     for path in glob.glob("tests/*/test_*.py"):
         text = read(path)
         suite = re.search(r'\brun\("(\w+)", globals\(\)', text)
@@ -797,7 +844,7 @@ def check_orders():
 
 def check_english():
     documents = glob.glob("*.md") + glob.glob("docs/*.md") + glob.glob("backends/*.md")
-    for path in sorted(set(sources_and(r"h|c|cc|cu|md") + documents) - {"CHANGELOG.md"}):
+    for path in sorted(set(sources_and(r"h|c|cc|cpp|cu|md") + documents) - {"CHANGELOG.md"}):
         found = DIALECT.findall(prose_of(path))
         if len(found) > 5:
             yield f"{path}: {', '.join(found)}: use the words that everybody uses"

@@ -85,7 +85,7 @@ programs() { # TAGS
                 word = words[i]
                 if (word ~ /^-/) continue
                 if (sub(/^night\./, "", word) ? has_at_night(toupper(word)) : has(toupper(word))) {
-                    sub(/.*\//, "", file); sub(/\.c$/, "", file)
+                    sub(/.*\//, "", file); sub(/\.c(pp)?$/, "", file)
                     print file
                     return
                 }
@@ -99,7 +99,7 @@ programs() { # TAGS
             inside = 0
         }
         { take($0) }
-        END { tell() }' tests/*/test_*.c tests/*/conformance.c
+        END { tell() }' tests/*/test_*.c tests/*/test_*.cpp tests/*/conformance.c
 }
 
 case ${1-} in

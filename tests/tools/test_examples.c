@@ -3,8 +3,9 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN)
 #include "harness.h"
+#include "library.h"
 
-#include <math.h> // fabs
+#include <math.h> // fabs, sin
 
 enum { OUTPUT_NBYTES = 1 << 15 };
 
@@ -247,4 +248,124 @@ TEST(examples, plan) {
     line("planned: 14, with the same memory\n");
     line("planned: 3, with two slots more\n");
     line("the same bits in all three, and learnt\n");
+}
+
+/* ---- 11_cpp.cpp, in C -------------------------------------------------------------------------- */
+
+enum { CPP_RANKS = 4, CPP_L = 3, CPP_C = 32, CPP_SAMPLES = 3, CPP_STEPS = 60 };
+
+static int cpp_others(void *user, const fsdp_param_view *p) {
+    return fsdp_muon_takes((const fsdp_muon *)user, p) ? -1 : 0;
+}
+static void cpp_init(void *user, const fsdp_param_view *rows) {
+    (void)user;
+    for (int64_t k = 0; k < rows->numel; k++)
+        fsdp_view_data_f32(rows)[k] =
+            rows->ndim == 2 ? 0.05f * (float)sin(37.0 * (double)fsdp_view_index(rows, k)) : 0;
+}
+static void cpp_add(void *grad, const float *from, int n) { /* to a gradient in bf16 */
+    uint16_t *to = (uint16_t *)grad;
+    for (int k = 0; k < n; k++) {
+        float sum;
+        CHECK_OK(fsdp_convert(&sum, FSDP_F32, &to[k], FSDP_BF16, 1));
+        sum += from[k];
+        CHECK_OK(fsdp_convert(&to[k], FSDP_BF16, &sum, FSDP_F32, 1));
+    }
+}
+static float cpp_step(fsdp_unit **h, int64_t place) {
+    enum { C = CPP_C, S = CPP_SAMPLES, LAYERS = CPP_L };
+    float x[LAYERS + 1][S][C], d[S][C], next[C], w[C * C], b[C], dw[C * C], db[C], loss = 0;
+    for (int s = 0; s < S; s++)
+        for (int i = 0; i < C; i++)
+            x[0][s][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (double)(1 + (place + s) % 24));
+    for (int l = 0; l < LAYERS; l++) {
+        fsdp_pre_forward(h[l]);
+        (void)fsdp_convert(w, FSDP_F32, fsdp_data_as(h[l], 0, FSDP_BF16), FSDP_BF16, C * C);
+        (void)fsdp_convert(b, FSDP_F32, fsdp_data_as(h[l], 1, FSDP_BF16), FSDP_BF16, C);
+        fsdp_post_forward(h[l]);
+        for (int s = 0; s < S; s++)
+            for (int i = 0; i < C; i++) {
+                x[l + 1][s][i] = x[l][s][i] + b[i];
+                for (int j = 0; j < C; j++) x[l + 1][s][i] += w[i * C + j] * x[l][s][j];
+            }
+    }
+    for (int s = 0; s < S; s++)
+        for (int i = 0; i < C; i++) {
+            d[s][i] = (x[LAYERS][s][i] - x[0][s][C - 1 - i]) / (float)S;
+            loss += d[s][i] * d[s][i] * (float)S / 2;
+        }
+    for (int l = LAYERS - 1; l >= 0; l--) {
+        fsdp_pre_backward(h[l]);
+        (void)fsdp_convert(w, FSDP_F32, fsdp_data_as(h[l], 0, FSDP_BF16), FSDP_BF16, C * C);
+        memset(dw, 0, sizeof dw), memset(db, 0, sizeof db);
+        for (int s = 0; s < S; s++) {
+            memcpy(next, d[s], sizeof next);
+            for (int i = 0; i < C; i++) {
+                db[i] += d[s][i];
+                for (int j = 0; j < C; j++) {
+                    dw[i * C + j] += d[s][i] * x[l][s][j];
+                    next[j] += w[i * C + j] * d[s][i];
+                }
+            }
+            memcpy(d[s], next, sizeof next);
+        }
+        cpp_add(fsdp_grad_as(h[l], 0, FSDP_BF16), dw, C * C);
+        cpp_add(fsdp_grad_as(h[l], 1, FSDP_BF16), db, C);
+        fsdp_post_backward(h[l]);
+    }
+    return loss;
+}
+static int cpp_rank(fsdp_world *world, void *arg) {
+    float *losses = (float *)arg;
+    fsdp_model_desc desc = FSDP_ZERO;
+    fsdp_muon_desc md = fsdp_muon_defaults();
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    fsdp_model *model;
+    fsdp_unit *h[CPP_L];
+    fsdp_muon *muon;
+    fsdp_adamw *adamw;
+    desc.param_dtype = FSDP_BF16, desc.reduce_dtype = FSDP_F32;
+    CHECK_OK(fsdp_model_create(world, &desc, &model));
+    for (int l = 0; l < CPP_L; l++) {
+        fsdp_param_desc params[2] = {fsdp_mat("w", CPP_C, CPP_C), fsdp_vec("b", CPP_C)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = params, ud.num_params = 2;
+        CHECK_OK(fsdp_fully_shard(model, &ud, &h[l]));
+    }
+    CHECK_OK(fsdp_init_params(model, cpp_init, NULL));
+    md.adjust = FSDP_MUON_MATCH_RMS_ADAMW;
+    CHECK_OK(fsdp_muon_create(model, &md, &muon));
+    ad.group = cpp_others, ad.user = muon;
+    CHECK_OK(fsdp_adamw_create(model, &ad, &adamw));
+    for (int step = 0; step < CPP_STEPS; step++) {
+        const int rank = fsdp_rank(world);
+        double norm;
+        float loss = cpp_step(h, (int64_t)(step * CPP_RANKS + rank) * CPP_SAMPLES);
+        CHECK_OK(fsdp_finalize_backward(model));
+        CHECK_OK(fsdp_clip_grad_norm(model, 1.0, &norm));
+        const double lr = 0.02 * (1 - (double)step / (double)CPP_STEPS);
+        CHECK_OK(fsdp_muon_step(muon, lr));
+        CHECK_OK(fsdp_adamw_step(adamw, lr));
+        CHECK_OK(fsdp_zero_grad(model));
+        CHECK_OK(fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM));
+        if (rank == 0) losses[step] = loss / (float)(CPP_RANKS * CPP_SAMPLES);
+    }
+    return 0;
+}
+
+/* The losses of the trainer in C++ are those of the same calls in C, to the bit. */
+TEST(examples, cpp) {
+    static float expected[CPP_STEPS];
+    fsdp_spawn_desc spawn = FSDP_ZERO;
+    run("11_cpp", 0);
+    CHECK_EQ_INT(lines(), 7);
+    spawn.num_ranks = CPP_RANKS, spawn.threads = 1;
+    CHECK_OK(fsdp_spawn(&spawn, cpp_rank, expected));
+    for (int step = 0; step < CPP_STEPS; step += 10) {
+        char head[32];
+        snprintf(head, sizeof head, "step %2d  loss ", step);
+        CHECK(strtof(line(head), NULL) == expected[step]);
+    }
+    CHECK(expected[CPP_STEPS - 1] < expected[0] / 4);
+    line("again from step 40: the same bits\n");
 }

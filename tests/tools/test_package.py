@@ -356,7 +356,7 @@ def documents(folder):
     with open(f"{folder}/README.md", encoding="utf-8") as f:
         links = set(re.findall(r"\]\(([^)#:]+)", f.read()))
     check("docs/build.md" in links, "no links")
-    for name in links - {"fsdp.h", "CONTRIBUTING.md", "backends/README.md"} | {"LICENSE", "SECURITY.md"}:
+    for name in links - {"fsdp.h", "fsdp.hpp", "CONTRIBUTING.md", "backends/README.md"} | {"LICENSE", "SECURITY.md"}:
         check(os.path.exists(f"{folder}/{name}"), f"{name} is not installed")
 
 
@@ -387,6 +387,10 @@ def test_make_lib():
                        ("static", flags.replace("-lfsdp", "-l:libfsdp.a"))):
         sh(f"{CC} -O0 user.c -o {name} {link}", env=CLEAN)
         trains(f"./{name}")
+        with open("in_cxx.cc", "w", encoding="utf-8") as f:
+            f.write("#include <fsdp.hpp>\n"
+                    "int main() { fsdp::world w; fsdp::model m(w); return w.close(); }\n")
+        sh(f"{CXX} -std=c++17 -O0 in_cxx.cc -o in_cxx {link} && ./in_cxx", env=CLEAN)
     abi = version().rsplit(".", 1)[0]
     check(f"libfsdp.so.{abi} => {os.path.realpath(prefix)}/lib/" in sh("ldd shared"), sh("ldd shared"))
     check("libfsdp" not in sh("ldd static"), "not static")
