@@ -266,7 +266,7 @@ check-san: ## only the sanitizers
 	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(call VARIANTS,check))'
 nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see CONTRIBUTING.md
 	$(call BUILD_ALL,nightly,$(call VARIANTS,nightly))
-	@test $(DEPS) = no || tools/deps.sh slurm
+	@test $(DEPS) = no || tools/deps.sh slurm cross
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\
 	    $(patsubst %,gate:%,$(shell tools/check.sh --list nightly)) $(NO_GLOO) \
 	    FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/tools/test_package.py --,$(call VARIANTS,nightly))
