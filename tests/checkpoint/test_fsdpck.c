@@ -994,7 +994,7 @@ static int mapped_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_s
     CHECK(!v->unit && !*v->unit_name && !v->data && !v->shard);
     CHECK(v->ordinal == -1 && v->index == -1 && v->dtype == v->grad_dtype && v->numel == numel);
     CHECK_EQ_MEM(v->shape, v->local_shape, sizeof v->shape);
-    CHECK(m->dtype == FSDP_DTYPE_KEEP || (v->dtype == m->dtype && v->ndim == 2));
+    CHECK(m->dtype == FSDP_DTYPE_KEEP || (v->dtype == m->dtype && v->ndim == 2 && numel > 0));
     for (int i = 0; i < m->num; i++) {
         if (strcmp(m->list[i].from, v->name) != 0) continue;
         snprintf(out[num].name, sizeof out->name, "%s", m->list[i].to);
@@ -1492,18 +1492,18 @@ TEST(fsdpck, export_like_changed_is_not_tied) {
         mapping list[3];
         int num;
         int64_t rows;
-    } made[] = {{{{"a", "lm_head.weight", 1, 0, 0}, {"b", "wte.weight", 0, 0, 0}}, 2, 4},
-                {{{"a", "lm_head.weight", 0, 0, 2}, {"a", "wte.weight", 0, 0, 2}}, 2, 2},
-                {{{"a", "lm_head.weight", 0, 0, 0},
+    } made[] = {{{{"y", "lm_head.weight", 1, 0, 0}, {"z", "wte.weight", 0, 0, 0}}, 2, 4},
+                {{{"y", "lm_head.weight", 0, 0, 2}, {"y", "wte.weight", 0, 0, 2}}, 2, 2},
+                {{{"y", "lm_head.weight", 0, 0, 0},
                   {"c", "lm_head.weight", 0, 4, 0},
-                  {"b", "wte.weight", 0, 0, 0}},
+                  {"z", "wte.weight", 0, 0, 0}},
                  3,
                  4}};
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char like[600], from[600], to[600];
     fsdp_safetensors_entry old[3] = {tensor("c", FSDP_F32, 2, 4, 4, 0),
-                                     tensor("a", FSDP_F32, 2, 4, 4, 0),
-                                     tensor("b", FSDP_F32, 2, 4, 4, 0)};
+                                     tensor("y", FSDP_F32, 2, 4, 4, 0),
+                                     tensor("z", FSDP_F32, 2, 4, 4, 0)};
     store_tensors(h_tmpdir(), "from.safetensors", old, 3);
     repeat_bytes(path_of(from, "from.safetensors"), 64, 0);
     d.like = path_of(like, "like.safetensors");
@@ -1541,6 +1541,36 @@ TEST(fsdpck, export_like_tied_large) {
         b.at[b.size - at] ^= 1;
         store(from, "", b.at, b.size);
         free(b.at);
+    }
+}
+
+/* A source is asked for parameters only, and may name eight tensors at most. */
+static int asked_sources(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    CHECK(strncmp(v->name, "optim.", 6) && strncmp(v->name, "fsdp.", 5));
+    snprintf(out->name, sizeof out->name, "new.%s", v->name);
+    return *(const int *)user;
+}
+TEST(fsdpck, export_asks_for_parameters) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    char from[600], to[600];
+    int num = 1, states = 0;
+    golden_path(from, "example/step-00000017"), path_of(to, "to");
+    d.source = asked_sources, d.user = &num, d.with_optimizer = 1;
+    export_to(from, to, &d);
+    fsdp_checkpoint_reader *r = open_it(to);
+    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++) {
+        const int state = strncmp(t.name, "new.", 4) != 0;
+        CHECK_MSG(!state || !strncmp(t.name, "optim.", 6) || !strncmp(t.name, "fsdp.", 5), "%s",
+                  t.name);
+        states += state;
+    }
+    CHECK(states > 0);
+    fsdp_checkpoint_close(r);
+    for (num = -1; num <= 9; num += 10) {
+        CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "no"), &d, SAID),
+                     FSDP_ERR_INVALID_ARG);
+        says(num < 0 ? " apart into -1 tensors" : " apart into 9 tensors");
     }
 }
 
