@@ -58,7 +58,7 @@ endif
 # For which GPUs find_nccl.sh says, or NVCC_ARCH, flags or a name for -arch (sm_90, native).
 NVCC_FLAGS ?= -O3
 ifneq ($(NCCL),)
-CUDA_OBJ := $(BUILD)/fsdp_cuda.o
+CUDA_OBJ := $(BUILD)/libfsdp_cuda.a# an archive: libfsdp.so exports nothing of it
 CUDA_GPT := $(patsubst examples/gpt/%.cu,$(BUILD)/examples/%_cuda,$(wildcard examples/gpt/*.cu))
 CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL
 # Programs in CUDA have no use for ranks without GPUs.
@@ -76,11 +76,10 @@ CUDA_LINK = $(CXX) -o $@ $@.o $(LDFLAGS) $(NCCL_LIBS) $(CUBLAS_LIBS) $(CUDA_LIBS
 endif
 ifeq ($(NCCL),stub)
 STUB_OBJ := $(patsubst tests/stubs/%.c,$(BUILD)/stubs/%.o,$(wildcard tests/stubs/*.c))
-CUDA_OBJ += $(STUB_OBJ)
 CPPFLAGS += -Itests/stubs
 LDLIBS   += $(CUDA_OBJ) -lstdc++
 CUDA_CC   = $(CXX) -x c++ -std=c++11 -Wall -Wextra -I. $(CUDA_ONLY) $(CXXFLAGS) $(SANFLAGS) \
-            $(if $(SAN),-O1,-O2) -g -ffp-contract=off
+            $(if $(SAN),-O1,-O2) -g -ffp-contract=off -fPIC
 CUDA_LINK = $(CXX) $(SANFLAGS) -o $@ $@.o $(LDFLAGS) $(CUDA_OBJ) -pthread -lm
 endif
 
@@ -132,10 +131,13 @@ $(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fs
     src/core/backend.h src/core/extension.h $(wildcard src/base/*.h) $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
+$(BUILD)/libfsdp_cuda.a: $(BUILD)/fsdp_cuda.o $(STUB_OBJ)
+	$Qrm -f $@ && ar rc $@ $^
 $(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) Makefile \
     | $(BUILD)/stubs
 	@echo "  CC $@"
-	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -c -o $@ $<
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -fPIC -c \
+	    -o $@ $<
 $(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backends/*.cu) \
     $(HEADERS) $(PARTS) $(if $(STUB_OBJ),$(CUDA_OBJ)) Makefile | $(BUILD)/examples
 	@echo "  NVCC $@"
@@ -278,7 +280,7 @@ check-san: ## only the sanitizers
 	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(call VARIANTS,check))'
 nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see CONTRIBUTING.md
 	$(call BUILD_ALL,nightly,$(call VARIANTS,nightly))
-	@test $(DEPS) = no || tools/deps.sh slurm
+	@test $(DEPS) = no || tools/deps.sh slurm cross
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\
 	    $(patsubst %,gate:%,$(shell tools/check.sh --list nightly)) $(NO_GLOO) \
 	    FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/tools/test_package.py --,$(call VARIANTS,nightly))

@@ -29,8 +29,6 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #define FSDPI_LOCAL_TICKET 16
@@ -131,33 +129,29 @@ static const fsdpi_transport fsdpi_local_transport = {
 
 // Returns 1 if this process can map a file that other ranks map, too.
 static int fsdpi_local_can_share(void) {
-    int fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */);
+    int fd = fsdpi_shared_file();
     if (fd >= 0) (void)close(fd);
-    return fd >= 0 && !fsdpi_shm_files_are_limited();
+    return fd >= 0 && !fsdpi_files_are_limited();
 }
 
 /* Collects this rank's facts. The host is its kernel, and the network namespace, in which ranks see
    each other's abstract sockets. The user is there since only ranks of one user share memory. */
 static void fsdpi_local_say_host(const fsdp_boot *boot, int most, fsdpi_local_shown *shown) {
     char id[64] = "";
-    struct stat net, user;
+    const uint64_t net = fsdpi_namespace("net"), user = fsdpi_namespace("user");
     fsdpi_text host = {shown->host, sizeof shown->host, 0};
     fsdpi_text name = {shown->user, sizeof shown->user, 0};
     memset(shown, 0, sizeof *shown);
     shown->most = most;
-    shown->cores = fsdpi_shm_cores();
+    shown->cores = fsdpi_cores();
     if (boot->threads) {
         fsdpi_text_add(&host, "one process");
         return;
     }
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    int known = file && fgets(id, sizeof id, file) && *id;
-    if (file) (void)fclose(file);
     if (!fsdpi_local_can_share()) shown->most = 0;
-    if (!known || stat("/proc/self/ns/net", &net) || stat("/proc/self/ns/user", &user)) return;
-    id[strcspn(id, "\n")] = 0;
-    fsdpi_text_add(&host, "%s %llu", id, (unsigned long long)net.st_ino);
-    fsdpi_text_add(&name, "%llu %lu", (unsigned long long)user.st_ino, (unsigned long)getuid());
+    if (!fsdpi_boot_text(id, sizeof id) || !net || !user) return;
+    fsdpi_text_add(&host, "%s %llu", id, (unsigned long long)net);
+    fsdpi_text_add(&name, "%llu %lu", (unsigned long long)user, (unsigned long)getuid());
 }
 
 // Returns 1 if ranks j <= k may share memory, by the facts that they publish.

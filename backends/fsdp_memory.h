@@ -1,4 +1,4 @@
-/* fsdp_memory.h - the list of a world's allocations, and how much memory is left
+/* fsdp_memory.h - the list of a world's allocations
 
    Included by the comm base.
 
@@ -12,8 +12,6 @@
 #include "../src/core/alloc.h"
 #include "../src/base/os.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 // An allocation. If a backend maps the parts of all ranks, they lie one after another from base on.
@@ -78,68 +76,6 @@ static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsd
     }
     fsdpi_unlock(&chunks->lock);
     return known;
-}
-
-// Returns the number after `key` at the start of a line of a small text file, or -1. key "": the
-// first line.
-static int64_t fsdpi_read_number(const char *path, const char *key) {
-    char line[256];
-    int64_t value = -1;
-    FILE *file = fopen(path, "r");
-    if (!file) return -1;
-    while (value < 0 && fgets(line, sizeof line, file)) {
-        char *end = line + strlen(key);
-        if (!strncmp(line, key, strlen(key)) && strspn(end, " \t0123456789") > 0)
-            value = (int64_t)strtoull(end, NULL, 10);
-        else if (!*key) break;
-    }
-    (void)fclose(file);
-    return value;
-}
-
-// Lowers *least to the bytes that a control group and its parents still allow. Page cache counts as
-// free.
-static void fsdpi_group_limit(const char *root, const char *path, const char *limit_name,
-                              const char *usage_name, int64_t *least) {
-    char dir[400], name[480];
-    if (snprintf(dir, sizeof dir, "%s%s", root, path) >= (int)sizeof dir) return;
-    for (;;) {
-        (void)snprintf(name, sizeof name, "%s/%s", dir, limit_name);
-        int64_t limit = fsdpi_read_number(name, "");
-        (void)snprintf(name, sizeof name, "%s/%s", dir, usage_name);
-        int64_t used = fsdpi_read_number(name, "");
-        (void)snprintf(name, sizeof name, "%s/memory.stat", dir);
-        int64_t cache = fsdpi_read_number(name, "inactive_file ") +
-                        fsdpi_read_number(name, "active_file ");
-        int64_t left = limit - used + (cache > 0 ? cache : 0);
-        if (limit >= 0 && used >= 0 && left < *least) *least = left > 0 ? left : 0;
-        char *slash = strrchr(dir, '/');
-        if (!slash || slash < dir + strlen(root)) return;
-        *slash = 0;
-    }
-}
-
-// Returns the bytes that processes can still take before the kernel kills some. *whose: the name of
-// that limit.
-static int64_t fsdpi_memory_left(const char **whose) {
-    char line[400];
-    int64_t machine = fsdpi_read_number("/proc/meminfo", "MemAvailable:"), least;
-    if (machine < 0) machine = INT64_MAX / 1024;
-    least = machine *= 1024;
-    FILE *file = fopen("/proc/self/cgroup", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        char *path = strchr(line, '/');
-        line[strcspn(line, "\n")] = 0;
-        if (!path) continue;
-        if (!strncmp(line, "0::", 3))
-            fsdpi_group_limit("/sys/fs/cgroup", path, "memory.max", "memory.current", &least);
-        else if (strstr(line, ":memory:"))
-            fsdpi_group_limit("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes",
-                              "memory.usage_in_bytes", &least);
-    }
-    if (file) (void)fclose(file);
-    *whose = least < machine ? "its control group" : "the machine";
-    return least;
 }
 
 #endif // FSDPI_BACKENDS_MEMORY_H

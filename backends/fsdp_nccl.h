@@ -1843,12 +1843,11 @@ static const fsdpi_transport fsdpi_nccl_transport = {
    thread. NCCL before 2.31 reads it at the first launch. A user's value stays. The environment must
    not change while another thread may read it. */
 static void fsdpi_nccl_order_launches(void) {
-    struct stat tasks;
 #if NCCL_VERSION_CODE >= 23102
     int version = 0;
     if (ncclGetVersion(&version) == ncclSuccess && FSDPI_NCCL_CONFIGURES(version)) return;
 #endif
-    if (!stat("/proc/self/task", &tasks) && tasks.st_nlink == 3) // ".", ".." and this thread
+    if (fsdpi_is_only_thread())
         (void)fsdpi_nccl_setenv(FSDPI_NCCL_ORDER, "1", 0);
 }
 

@@ -29,11 +29,8 @@
 #include <sys/mman.h>
 #include <sys/socket.h> // the rendezvous, SCM_RIGHTS
 #include <sys/stat.h>   // fstat
-#include <sys/syscall.h>
 #include <sys/un.h> // sockaddr_un
 #include <unistd.h>
-
-extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep between checks for aborts and dead peers
 #define FSDPI_SHM_SPIN_NS   50000    // longest spin before a sleep: about the cost of waking a core
@@ -237,23 +234,12 @@ static struct flock fsdpi_shm_byte(int rank) {
     return lock;
 }
 
-/* Locks this rank's byte of the common file. The lock belongs to a separate open file, which only a
-   mapping keeps open. So it does not end if the program closes descriptors, and children that live
-   longer do not keep it. Without /proc the process has the lock, and loses it if it closes any
-   descriptor of the file. */
+// Locks this rank's byte of the common file. If the system cannot do it by a mapping, the process
+// has the lock, and loses it if it closes any descriptor of the file.
 static int fsdpi_shm_live(fsdpi_shm_world *w) {
     struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
-    char path[40];
-    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", w->fd);
-    int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
-    void *life = fd < 0 ? MAP_FAILED : mmap(NULL, w->page, PROT_NONE, MAP_SHARED, fd, 0);
-    int kept = life != MAP_FAILED &&
-               !fsdpi_madvise(life, w->page, 10 /* MADV_DONTFORK */) &&
-               !fcntl(fd, 37 /* F_OFD_SETLK */, &lock);
-    if (kept) w->life = life;
-    else if (life != MAP_FAILED) (void)munmap(life, w->page);
-    if (fd >= 0) (void)close(fd);
-    return kept || !fcntl(w->fd, F_SETLK, &lock);
+    w->life = fsdpi_lock_by_mapping(w->fd, w->page, &lock);
+    return w->life || !fcntl(w->fd, F_SETLK, &lock);
 }
 
 // Returns 1 if the process of a rank has ended without close: then its byte is no longer locked.
@@ -372,7 +358,7 @@ static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     int64_t most = ++c->waits % 64 ? c->spin_ns : FSDPI_SHM_SPIN_NS;
     int64_t end = fsdpi_boot_now(boot) + most;
     for (int i = 0; i < FSDPI_SHM_SPINS && (!i || fsdpi_boot_now(boot) < end); i++) {
-        if (w->crowded) (void)fsdpi_syscall(SYS_sched_yield);
+        if (w->crowded) fsdpi_yield();
         for (int k = 0; k < 16 && !w->crowded && !fsdpi_shm_is_open(c); k++) fsdpi_pause();
         if (!fsdpi_shm_is_open(c)) continue;
         c->spin_ns = FSDPI_SHM_SPIN_NS;
@@ -422,7 +408,7 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     if (!fsdpi_shm_has_file(w)) return;
-    (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
+    fsdpi_file_give_back(w->fd, at, bytes);
 }
 
 /* Gives a range of the file real memory, in steps. Checks the free memory before each step: all
@@ -435,7 +421,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
         int refused = !is_small && (int64_t)step * w->members > fsdpi_memory_left(&whose);
-        if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
+        if (!refused && !fsdpi_file_reserve(w->fd, at + done, step)) {
             done += step;
         } else if (refused || errno != EINTR) {
             fsdpi_shm_give_back(w, at, done);
@@ -907,12 +893,6 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     return status;
 }
 
-// Returns 1 if the process has a limit on the size of files, beyond which it would be killed.
-static int fsdpi_shm_files_are_limited(void) {
-    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
-    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
-    return limit[0] != UINT64_MAX;
-}
 #define FSDPI_SHM_LIMITED "[E607] the size of files is limited: run ulimit -f unlimited first"
 
 // Maps the common block of the file, and locks this rank's byte, which shows peers that it lives.
@@ -933,16 +913,6 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
     return FSDP_OK;
-}
-
-// Writes an abstract socket name: it needs no file, and ends with its socket.
-static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *name) {
-    memset(name, 0, sizeof *name);
-    name->sun_family = AF_UNIX;
-    int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
-                        (unsigned long)getuid(),
-                        (unsigned long long)fsdpi_hash_text(w->base.boot.job));
-    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
 // Waits until a socket is readable. No other call waits for a socket.
@@ -1000,7 +970,7 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
 }
 
 static int fsdpi_shm_socket(void) {
-    return fsdpi_fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    return fsdpi_socket(AF_UNIX, SOCK_SEQPACKET);
 }
 
 /* Accepts a rank on the first rank, and answers it. It has `left` nanoseconds, at most a second, to
@@ -1055,9 +1025,9 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, int64_t left
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
-    if (fsdpi_shm_files_are_limited()) // the common block alone may be too large
+    if (fsdpi_files_are_limited()) // the common block alone may be too large
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
-    fsdpi_shm_set_file(w, fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */)));
+    fsdpi_shm_set_file(w, fsdpi_shared_file());
     if (w->fd < 0)
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "[E620] rank %d cannot make the common file by memfd_create (errno "
@@ -1081,7 +1051,7 @@ static FSDP_COLD fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
-    socklen_t length = fsdpi_shm_name(w, &name);
+    socklen_t length = fsdpi_unix_name("shm", w->base.boot.job, &name);
     int listener = fsdpi_shm_socket(), missing = c->base.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
@@ -1117,7 +1087,7 @@ static FSDP_COLD fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
-    socklen_t length = fsdpi_shm_name(w, &name);
+    socklen_t length = fsdpi_unix_name("shm", w->base.boot.job, &name);
     int64_t start = *c->since, nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
@@ -1156,19 +1126,9 @@ static FSDP_COLD fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     }
     fsdp_status status = fsdpi_shm_enter(c);
     // From here on a failure reaches the other ranks. Before, they would wait until the deadline.
-    if (!status && fsdpi_shm_files_are_limited())
+    if (!status && fsdpi_files_are_limited())
         return fsdpi_comm_fail(&c->base, FSDP_ERR_UNSUPPORTED, FSDPI_SHM_LIMITED);
     return status;
-}
-
-// Returns the number of cores on which this process may run.
-static int fsdpi_shm_cores(void) {
-    uint8_t mask[1024];
-    int cores = 0;
-    long bytes = fsdpi_syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
-    for (long i = 0; i < bytes; i++)
-        for (int bits = mask[i]; bits; bits &= bits - 1) cores++;
-    return cores;
 }
 
 static FSDP_COLD fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
@@ -1177,7 +1137,7 @@ static FSDP_COLD fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->crowded = fsdpi_shm_cores() < base->size;
+    w->crowded = fsdpi_cores() < base->size;
     c->spin_ns = FSDPI_SHM_SPIN_NS;
     int is_host = !base->boot->threads && base->index == 0;
     w->members = base->size;

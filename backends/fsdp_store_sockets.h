@@ -13,6 +13,7 @@
 
 #include "../src/base/hash.h"
 #include "../src/base/os.h"
+#include "../src/base/os_net.h"
 #include "../src/base/text.h"
 #include "../src/core/alloc.h"
 #include "../src/core/launch.h"
@@ -28,7 +29,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -157,28 +157,22 @@ static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t
                        fsdpi_store_get_port(p));
 }
 
-// Makes an abstract unix address, which needs no file, and ends with its socket.
 static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
     memset(p, 0, sizeof *p);
-    p->at.un.sun_family = AF_UNIX;
-    int used = snprintf(p->at.un.sun_path + 1, sizeof p->at.un.sun_path - 1,
-                        "fsdp-store-%lu-%016llx", (unsigned long)getuid(),
-                        (unsigned long long)fsdpi_hash_text(job));
-    p->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+    p->size = fsdpi_unix_name("store", job, &p->at.un);
 }
 
 // Runs start(arg) in a thread with a stack of `stack` bytes; 0: the usual size. The thread gets no
 // signals.
 static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg, size_t stack) {
-    uint64_t all = ~(uint64_t)0, before = 0;
     pthread_attr_t attr;
     int rc = pthread_attr_init(&attr);
     if (rc) return rc;
     if (stack) (void)pthread_attr_setstacksize(&attr, stack);
-    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
+    const uint64_t before = fsdpi_block_signals(~(uint64_t)0);
     rc = pthread_create(thread, &attr, start, arg);
     if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // it is too small
-    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
+    fsdpi_set_blocked_signals(before);
     (void)pthread_attr_destroy(&attr);
     return rc;
 }
@@ -359,7 +353,7 @@ static void fsdpi_store_say_own(fsdpi_text *t) {
 // reads the routing table and sends nothing; its target is an address that is reserved for
 // documentation.
 static void fsdpi_store_outward(fsdpi_store_place *out) {
-    int fd = fsdpi_fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    int fd = fsdpi_socket(AF_INET, SOCK_DGRAM);
     memset(out, 0, sizeof *out);
     out->at.v4.sin_family = AF_INET;
     out->at.v4.sin_addr.s_addr = htonl(0xC0000201); // 192.0.2.1
@@ -396,7 +390,7 @@ static const char *fsdpi_store_why_broken(int is_remote, int error) {
 }
 
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
-    return fsdpi_fd(socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    return fsdpi_socket(p->at.any.sa_family, SOCK_STREAM);
 }
 
 static void fsdpi_store_prompt(int fd) { // send small frames at once; fails on unix sockets

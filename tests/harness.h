@@ -647,7 +647,10 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
     setpgid(pid, pid);
     in_time = h_await(pid, &status);
     h_remove_tree(h_dir);
-    if (!in_time || (WIFEXITED(status) && WEXITSTATUS(status) == H_EXIT_TIMEOUT)) {
+    if (!in_time && h_signal) {
+        snprintf(text, sizeof text, "interrupted by signal %d", (int)h_signal);
+        bad = text;
+    } else if (!in_time || (WIFEXITED(status) && WEXITSTATUS(status) == H_EXIT_TIMEOUT)) {
         snprintf(text, sizeof text, "timed out after %g s", t->seconds * mult);
         bad = text;
     } else {

@@ -13,7 +13,7 @@
 # tools/run_tests.sh runs several gates at a time: use `make check`.
 set -uo pipefail
 build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check
-limit=900 # seconds for one gate
+limit=900 # seconds for one gate; 3600 where a machine is emulated, next to other gates
 headers=(fsdp.h)
 for h in fsdp_*.h; do [ -e "$h" ] && headers+=("$h"); done
 
@@ -21,7 +21,9 @@ for h in fsdp_*.h; do [ -e "$h" ] && headers+=("$h"); done
 
 skip() { echo "$*" && exit 77; }
 die() { echo "$*" && exit 1; }
-need() { command -v "$1" >/dev/null || skip "no $1"; }
+need() { # PROGRAM [PACKAGE]
+    command -v "$1" >/dev/null || skip "no $1: install ${2:-$1}"
+}
 
 # The include lines of the given headers.
 include() { printf '#include "%s"\n' "$@"; }
@@ -154,8 +156,9 @@ refused() {
         die "'$*' does not refuse by one '#error $text':" "$out"
 }
 
-# Where the library does not run, one #error says so, and nothing else.
-gate_platforms() {
+# Where the library does not run, one #error says so, and nothing else. zig's clang compiles it.
+gate_platforms() { "platforms_$1"; } # refused, tcc, zig
+platforms_refused() {
     local cc=('gcc -std=c99 -x c' 'g++ -std=c++11 -x c++' 'clang -std=c99 -x c') c define
     need clang
     for c in "${cc[@]}"; do
@@ -166,18 +169,36 @@ gate_platforms() {
         { printf '#include <stdint.h>\n#undef UINTPTR_MAX\n#define UINTPTR_MAX UINT32_MAX\n' &&
             implement; } | refused 'fsdp.h needs 64 bits' $c
     done
-    # other compilers may not compile the declarations of a header of the C library
-    ! command -v tcc >/dev/null || implement | { ! tcc -I. -c -o "$work/tcc.o" - 2>&1; } |
-        grep -c '#error' | grep -qx 1 || die 'tcc is not refused by one #error'
     for c in 387 both; do
         implement | refused 'floats are computed with more bits' gcc -mfpmath=$c -x c
         implement fsdp.h | refused 'floats are computed with more bits' gcc -mfpmath=$c \
             -DFSDP_MATH_ONLY -x c
     done
 }
+platforms_tcc() { # it stands for compilers without gcc's builtins
+    local bad
+    need tcc
+    # it may not compile the declarations of a header of the C library
+    implement | { ! tcc -I. -c -o "$work/tcc.o" - 2>&1; } | grep -c '#error' | grep -qx 1 ||
+        die 'tcc is not refused by one #error'
+    bad=$(implement fsdp.h fsdp_{dtensor,optim,replicate,safetensors}.h |
+        tcc -Wall -DFSDP_MATH_ONLY -I. -c -o "$work/tcc.o" - 2>&1) && [ -z "$bad" ] ||
+        die "tcc with FSDP_MATH_ONLY:" "$bad"
+}
+platforms_zig() {
+    local try zig=
+    for try in zig 'python3 -m ziglang' "$build/zig/bin/python -m ziglang"; do
+        ! $try version >/dev/null 2>&1 || { zig=$try && break; }
+    done
+    [ "$zig" ] || skip 'no zig: make nightly, or pip install ziglang'
+    export ZIG_GLOBAL_CACHE_DIR=$PWD/$work/zig
+    implement | $zig cc -std=c99 $WARN -Werror -I. -O0 -c -o "$work/zig.o" -x c -
+    $zig cc -std=c99 -O1 -I. -o "$work/zig.out" examples/01_hello.c -pthread -lm
+    "$work/zig.out" | grep -q '^step 200 ' || die 'what zig cc compiled does not run'
+}
 
 # musl, as Alpine has it. Debian's musl-gcc sees no headers of the kernel; tests use some.
-need_musl() { command -v musl-gcc >/dev/null || skip 'no musl-gcc: install musl-tools'; }
+need_musl() { need musl-gcc musl-tools; }
 kernel_headers="-idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu"
 
 # The library, as strict as for glibc, calls nothing that musl >= 1.2.4 lacks; the tools and the
@@ -200,22 +221,25 @@ gate_musl() {
     grep -q '^step 200 ' "$dir/log" || die "$(cat "$dir/log")"
 }
 
-# Programs of tests with another compiler: tests_by BUILD CC PREFIX PROGRAM...
-tests_by() {
-    local of=$build/$1 cc=$2 run=$3 t
-    shift 3
-    make -s --no-print-directory BUILD="$of" CC="$cc" CFLAGS=-O1 $(printf "$of/tests/%s " "$@")
-    for t; do
-        FSDP_BUILD=$of $run "$of/tests/$t" --tags=shm --timeout-mult=10 >"$of/$t.log" 2>&1 ||
-            die "$t: $(grep -vE '^\[( RUN|       OK|===)' "$of/$t.log")"
-        echo "note: $t: $(grep -c '^\[       OK' "$of/$t.log") passed"
-    done
+# A program of tests by another compiler: test_by BUILD CC PREFIX PROGRAM. Its gate is one of
+# several, the first of which builds the library.
+test_by() {
+    local of=$build/$1 t=$4
+    mkdir -p "$of"
+    flock "$of/lock" make -s --no-print-directory BUILD="$of" CC="$2" CFLAGS=-O1 "$of/tests/$t"
+    FSDP_BUILD=$of $3 "$of/tests/$t" --tags=shm --timeout-mult=10 >"$of/$t.log" 2>&1 ||
+        die "$t: $(grep -vE '^\[( RUN|       OK|===)' "$of/$t.log")"
+    echo "note: $(grep -c '^\[       OK' "$of/$t.log") passed"
 }
-# All examples and tools link, all tests compile, and those below run. test_sim_store cannot link:
-# musl has no swapcontext.
-gate_musl_tests() {
+# All examples and tools link, all tests compile, and those of the list run. test_sim_store cannot
+# link: musl has no swapcontext.
+gate_musl_tests() { # PROGRAM, or `compile`
     local f
     need_musl
+    if [ "$1" != compile ]; then
+        test_by musl "musl-gcc $kernel_headers" '' "$1"
+        return
+    fi
     for f in examples/*.c tools/*.c; do
         musl-gcc -std=c99 -O0 -I. -o "$work/musl.out" "$f" -pthread -lm
     done
@@ -224,23 +248,23 @@ gate_musl_tests() {
         echo "#include \"$f\"" | compile musl-gcc c99 -Wno-c++-compat -Itests \
             $kernel_headers -fsyntax-only
     done
-    tests_by musl "musl-gcc $kernel_headers" '' test_{bits,checkpoint,faults,golden_train,launch} \
-        test_{memory,mesh,muon,optim,process,shard,spawn,store,trace} conformance
 }
 
 # aarch64 has the bits of x86-64. Its entry of a flight record is fenced, and its checksums and
 # roots are instructions; qemu-user runs them.
-gate_aarch64() {
+gate_aarch64() { # PROGRAM, or `code`
     local cc='aarch64-linux-gnu-gcc' code=$work/aarch64.s what
-    need $cc && need qemu-aarch64
+    need $cc gcc-aarch64-linux-gnu && need qemu-aarch64 qemu-user
+    if [ "$1" != code ]; then
+        test_by aarch64 "$cc -static" qemu-aarch64 "$1"
+        return
+    fi
     implement | compile $cc c99 -O2 -S -o "$code"
     awk '/^fsdpi_flight_begin:/ { on = 1 } /\.size/ { on = 0 } on' "$code" | grep -q 'dmb' ||
         die 'fsdpi_flight_begin has no fence'
     for what in crc32cx 'fsqrt.*4s' 'fsqrt.*2d'; do
         grep -q "$what" "$code" || die "no instruction $what"
     done
-    tests_by aarch64 "$cc -static" qemu-aarch64 test_{bits,checkpoint,golden_train,muon} \
-        test_{muon_values,optim,safetensors}
 }
 
 # Words that headers of other systems and libraries define as macros. Those of the second list take
@@ -290,11 +314,6 @@ gate_math_only() {
         bad=$(nm -u "$work/math.o" | awk -v known="^(mem|str|$calls)" '$2 !~ known {print $2}')
         [ -z "$bad" ] || die "$h.h calls:" $bad
     done
-    ! command -v tcc >/dev/null || { # it stands for compilers without gcc's builtins
-        bad=$(implement fsdp.h fsdp_{dtensor,optim,replicate,safetensors}.h |
-            tcc -Wall -DFSDP_MATH_ONLY -I. -c -o "$work/math.o" - 2>&1) && [ -z "$bad" ] ||
-            die "tcc with FSDP_MATH_ONLY:" "$bad"
-    }
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
              $2 ~ /(^|\/)src\/(core|base)\// { part = length($1); next } # a part of it
@@ -625,13 +644,13 @@ single_examples() { # DIGITS of their names
 }
 
 list() {
-    printf 'text.%s\n' toc docs functions columns code commands licence layers extensions tests \
-        pragmas names orders english
+    printf 'text.%s\n' toc docs functions columns code commands licence layers port extensions \
+        tests pragmas names orders english
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
     printf 'warnings.%s\n' clang g++ # those of gcc fail the builds in .ci/run
-    echo budget && echo symbols && echo math_only && echo platforms && echo odd_macros
-    echo musl
+    echo budget && echo symbols && echo math_only && echo odd_macros
+    echo musl && printf 'platforms.%s\n' refused tcc
     echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'parts.%s\n' gcc.c99 g++.c++11
@@ -660,7 +679,11 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'nccl_header.%s\n' 22304 22703 22809 23003 23102
     printf 'nvcc.%s\n' c++{11,20}
     printf 'nvcc_gpt.%s\n' c++{14,17}
-    echo single_tests && echo musl_tests && echo aarch64
+    echo single_tests && echo platforms.zig
+    printf 'musl_tests.%s\n' compile test_{bits,checkpoint,faults,golden_train,launch,memory,mesh} \
+        test_{muon,optim,process,shard,spawn,store,trace} conformance
+    printf 'aarch64.%s\n' code test_{bits,checkpoint,golden_train,muon,muon_values,optim} \
+        test_safetensors conformance
     printf 'package.%s\n' conan vcpkg
     echo gpu_scripts
     echo gloo_header && echo nvcc_unit.c++17
@@ -672,6 +695,7 @@ list_nightly() { # the rest of every language, compiler and version
 one() { # NAME
     local start out status result
     start=$(date +%s%N)
+    [[ $1 != aarch64.* ]] || limit=3600
     out=$(timeout -k 5 "$limit" "$0" --body "$1" 2>&1 </dev/null)
     status=$?
     result="$1 ($((($(date +%s%N) - start) / 1000000)) ms)"

@@ -16,6 +16,8 @@
              them each part whose private names it uses, and is included; only headers and backends
              ask for FSDP_IMPLEMENTATION; there are no circles, neither of includes nor of calls of
              public functions; no file of src/core/ but src/core/backends.h names a backend
+  port       only src/base/os.h and os_net.h use what only Linux has: /proc, system calls, flags of
+             sockets. backends/fsdp_gloo.cc may: it drives Gloo's loop of epoll
   extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, src/core/ or
              backends/; only src/plan/, the upper floor of the core, uses those of src/core/. All
              use those of src/base/
@@ -840,6 +842,18 @@ def check_orders():
         if used.get(name) != said.get(name):
             yield (f"{name}: accesses are {', '.join(sorted(used.get(name, ['none'])))}, its "
                    f"declarations say {', '.join(sorted(said.get(name, ['nothing'])))}")
+
+
+LINUX = re.compile(r"/proc/|/sys/fs|\bSYS_\w+|syscall\(|\b(?:memfd_create|prctl|epoll_\w+|eventfd|"
+                   r"accept4|pipe2|fallocate|sched_\w+)\(|\b(?:SOCK_CLOEXEC|SOCK_NONBLOCK|F_OFD_"
+                   r"\w+|MADV_\w+|FUTEX_\w+|sun_path)\b")
+
+
+def check_port():
+    for path in HEADERS + PARTS + PLAN + [p for p in BACKENDS if p.endswith(".h")]:
+        found = LINUX.findall(code_of(path))
+        if found and path not in ("src/base/os.h", "src/base/os_net.h"):
+            yield f"{path}: {', '.join(found)}: move it to src/base/os.h or os_net.h"
 
 
 def check_english():

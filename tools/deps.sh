@@ -4,7 +4,8 @@
 # fails and never waits long; where it may not install, or has no network, it names what is
 # missing, and the tests that need it are skipped visibly. The library itself needs nothing.
 #
-#   tools/deps.sh [slurm]     slurm: also what the tests of make slurm use
+#   tools/deps.sh [slurm] [cross]     slurm: also what the tests of make slurm use
+#                                     cross: other compilers and an emulator, of make nightly
 set -u
 missing=''
 
@@ -24,11 +25,27 @@ need libopenblas-dev pkg-config --exists openblas
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
 need iproute2 command -v ip
 need openmpi-bin command -v mpirun
-if [ "${1-}" = slurm ]; then
+need musl-tools command -v musl-gcc
+need tcc command -v tcc
+case " $* " in *' cross '*)
+    need gcc-aarch64-linux-gnu command -v aarch64-linux-gnu-gcc
+    need libc6-dev-arm64-cross test -e /usr/aarch64-linux-gnu/lib/libc.a
+    need qemu-user command -v qemu-aarch64
+    # zig comes from PyPI, into a virtual environment, where the gate platforms.zig looks for it.
+    zig=${FSDP_BUILD:-build}/zig
+    command -v zig >/dev/null || python3 -m ziglang version >/dev/null 2>&1 ||
+        "$zig/bin/python" -m ziglang version >/dev/null 2>&1 ||
+        { python3 -m venv "$zig" && timeout 600 "$zig/bin/pip" install --quiet --no-input \
+            --disable-pip-version-check ziglang; } >/dev/null 2>&1 || {
+        echo 'deps: could not install ziglang from PyPI'
+        rm -rf "$zig"
+    } ;;
+esac
+case " $* " in *' slurm '*)
     need slurm-wlm sh -c 'command -v slurmctld && command -v slurmd && command -v srun'
     need munge command -v munged
-    need mpich command -v mpiexec.mpich
-fi
+    need mpich command -v mpiexec.mpich ;;
+esac
 [ -n "$missing" ] || exit 0
 
 sudo=''

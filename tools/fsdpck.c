@@ -67,7 +67,7 @@ static void end_bar(void) {
 }
 static void draw_bar(void) {
     char cells[41];
-    int64_t now = fsdpi_ck_now();
+    int64_t now = fsdpi_monotonic_ns(NULL);
     if (!bar.on || bar.total <= 0 || (bar.drawn && now - bar.shown_ns < 100000000)) return;
     double part = (double)bar.done / (double)bar.total;
     if (part > 1) part = 1; // blocks at the borders of boxes are read twice

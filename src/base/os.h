@@ -1,7 +1,8 @@
 /* base/os.h - the calls of the operating system (Linux), a lock, the environment
 
-   The few calls of the operating system that the library needs. Strict C99 hides some of them. The
-   library declares these under private names of the same symbols, and needs no feature macros.
+   What only Linux has stands here and in os_net.h: a port to another system writes these two files.
+   Strict C99 hides some of the calls. The library declares these under private names of the same
+   symbols, and needs no feature macros.
    Callers: backends/fsdp_nccl.h (fsdpi_unlock), backends/fsdp_store.h (fsdpi_unlock),
      backends/fsdp_shm_world.h (fsdpi_futex_wake_all) and 20 other files.
 
@@ -192,19 +193,197 @@ static uint64_t fsdpi_namespace(const char *kind) {
     return stat(path, &st) ? 0 : (uint64_t)st.st_ino;
 }
 
-// Returns a number that processes of one host have in common, until it starts again.
+// Writes a text that processes of one host have in common, until it starts again. Returns 0 if the
+// system has none.
+static int fsdpi_boot_text(char *out, size_t cap) {
+    int fd = fsdpi_fd(open("/proc/sys/kernel/random/boot_id", O_RDONLY | FSDPI_CLOEXEC));
+    const ssize_t got = fd < 0 ? 0 : read(fd, out, cap - 1);
+    if (fd >= 0) (void)close(fd);
+    out[got > 0 ? got : 0] = 0;
+    out[strcspn(out, "\n")] = 0;
+    return *out != 0;
+}
+// Returns a number for it; without such a text that of the host's name.
 static uint64_t fsdpi_boot_id(void) {
     char text[80] = "";
-    int fd = fsdpi_fd(open("/proc/sys/kernel/random/boot_id", O_RDONLY | FSDPI_CLOEXEC));
-    const ssize_t got = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) (void)close(fd);
-    if (got <= 0) (void)fsdpi_gethostname(text, sizeof text - 1);
+    if (!fsdpi_boot_text(text, sizeof text)) (void)fsdpi_gethostname(text, sizeof text - 1);
     return fsdpi_hash_text(text);
 }
 
 // Returns a number that processes with the same CLOCK_MONOTONIC have in common.
 static uint64_t fsdpi_system_clock_id(void) {
     return fsdpi_hash(fsdpi_boot_id(), fsdpi_namespace("time"));
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Processes, threads, cores.
+
+// Blocks more signals in this thread, and returns those that it blocked before.
+static FSDPI_UNUSED uint64_t fsdpi_block_signals(uint64_t more) {
+    uint64_t before = 0;
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, &more, &before, sizeof before);
+    return before;
+}
+static FSDPI_UNUSED void fsdpi_set_blocked_signals(uint64_t blocked) {
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &blocked, NULL, sizeof blocked);
+}
+
+// Makes the system kill this process when its parent ends.
+static FSDPI_UNUSED void fsdpi_end_with_parent(void) {
+    (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
+}
+
+// Makes a pipe that an exec closes. Returns 0, or -1: see errno.
+static FSDPI_UNUSED int fsdpi_pipe(int ends[2]) {
+    if (fsdpi_syscall(SYS_pipe2, ends, (long)FSDPI_CLOEXEC)) return -1;
+    for (int k = 0; k < 2; k++) ends[k] = fsdpi_fd(ends[k]);
+    return ends[0] < 3 || ends[1] < 3 ? -1 : 0;
+}
+
+// Returns when a process of this host began, in ticks after the host, and sets *state to a letter
+// of /proc/PID/stat. Returns -1 if there is no such process.
+static FSDPI_UNUSED int64_t fsdpi_process_began(int pid, char *state) {
+    char path[40], text[640], letter = 0;
+    unsigned long long began = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) (void)close(fd);
+    text[got > 0 ? got : 0] = 0;
+    const char *at = strrchr(text, ')'); // the end of the program's name
+    if (!at || sscanf(at + 1,
+                      " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
+                      "%*s %llu",
+                      &letter, &began) != 2)
+        return -1;
+    if (state) *state = letter;
+    return (int64_t)began;
+}
+
+// Returns 1 if the process has no other thread.
+static FSDPI_UNUSED int fsdpi_is_only_thread(void) {
+    struct stat tasks;
+    return !stat("/proc/self/task", &tasks) && tasks.st_nlink == 3; // ".", ".." and this thread
+}
+
+// Returns the number of cores on which this process may run.
+static FSDPI_UNUSED int fsdpi_cores(void) {
+    uint8_t mask[1024];
+    int cores = 0;
+    long bytes = fsdpi_syscall(SYS_sched_getaffinity, 0L, (long)sizeof mask, mask);
+    for (long i = 0; i < bytes; i++)
+        for (int bits = mask[i]; bits; bits &= bits - 1) cores++;
+    return cores;
+}
+
+// Lets another thread have the core.
+static FSDPI_UNUSED void fsdpi_yield(void) { (void)fsdpi_syscall(SYS_sched_yield); }
+
+/* -------------------------------------------------------------------------------------------- */
+// Files without a name, which processes share as memory. Functions return 0, or -1: see errno.
+
+extern int fsdpi_fallocate_mode(int fd, int mode, off_t at, off_t bytes) __asm__("fallocate");
+extern int fsdpi_fallocate(int fd, long at, long bytes) __asm__("posix_fallocate");
+
+// Returns a descriptor of a new file; -1: see errno.
+static FSDPI_UNUSED int fsdpi_shared_file(void) {
+    return fsdpi_fd((int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1L /* CLOEXEC */));
+}
+
+// Gives a range of the file real memory, which is zero if it is new.
+static FSDPI_UNUSED int fsdpi_file_reserve(int fd, uint64_t at, size_t bytes) {
+    return fsdpi_fallocate_mode(fd, 0, (off_t)at, (off_t)bytes);
+}
+static FSDPI_UNUSED void fsdpi_file_give_back(int fd, uint64_t at, size_t bytes) {
+    (void)fsdpi_fallocate_mode(fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
+}
+
+// Locks bytes of a file for this process. The lock belongs to a separate open file, which only the
+// mapping that it returns keeps open. So it does not end if the program closes descriptors, and
+// children that live longer do not keep it. NULL: the system cannot, as without /proc.
+static FSDPI_UNUSED void *fsdpi_lock_by_mapping(int file, size_t page, struct flock *lock) {
+    char path[40];
+    (void)snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    int fd = fsdpi_fd(open(path, O_RDWR | FSDPI_CLOEXEC));
+    void *at = fd < 0 ? MAP_FAILED : mmap(NULL, page, PROT_NONE, MAP_SHARED, fd, 0);
+    int kept = at != MAP_FAILED && !fsdpi_madvise(at, page, 10 /* MADV_DONTFORK */) &&
+               !fcntl(fd, 37 /* F_OFD_SETLK */, lock);
+    if (!kept && at != MAP_FAILED) (void)munmap(at, page);
+    if (fd >= 0) (void)close(fd);
+    return kept ? at : NULL;
+}
+
+// Returns 1 if the process has a limit on the size of files, beyond which it would be killed.
+static FSDPI_UNUSED int fsdpi_files_are_limited(void) {
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    return limit[0] != UINT64_MAX;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Memory that is left.
+
+// Returns the number after `key` at the start of a line of a small text file, or -1. key "": the
+// first line.
+static FSDPI_UNUSED int64_t fsdpi_read_number(const char *path, const char *key) {
+    char line[256];
+    int64_t value = -1;
+    FILE *file = fopen(path, "r");
+    if (!file) return -1;
+    while (value < 0 && fgets(line, sizeof line, file)) {
+        char *end = line + strlen(key);
+        if (!strncmp(line, key, strlen(key)) && strspn(end, " \t0123456789") > 0)
+            value = (int64_t)strtoull(end, NULL, 10);
+        else if (!*key) break;
+    }
+    (void)fclose(file);
+    return value;
+}
+
+// Lowers *least to the bytes that a control group and its parents still allow. Page cache counts as
+// free.
+static FSDPI_UNUSED void fsdpi_group_limit(const char *root, const char *path,
+                                           const char *limit_name, const char *usage_name,
+                                           int64_t *least) {
+    char dir[400], name[480];
+    if (snprintf(dir, sizeof dir, "%s%s", root, path) >= (int)sizeof dir) return;
+    for (;;) {
+        (void)snprintf(name, sizeof name, "%s/%s", dir, limit_name);
+        int64_t limit = fsdpi_read_number(name, "");
+        (void)snprintf(name, sizeof name, "%s/%s", dir, usage_name);
+        int64_t used = fsdpi_read_number(name, "");
+        (void)snprintf(name, sizeof name, "%s/memory.stat", dir);
+        int64_t cache = fsdpi_read_number(name, "inactive_file ") +
+                        fsdpi_read_number(name, "active_file ");
+        int64_t left = limit - used + (cache > 0 ? cache : 0);
+        if (limit >= 0 && used >= 0 && left < *least) *least = left > 0 ? left : 0;
+        char *slash = strrchr(dir, '/');
+        if (!slash || slash < dir + strlen(root)) return;
+        *slash = 0;
+    }
+}
+
+// Returns the bytes that processes can still take before the kernel kills some. *whose: the name of
+// that limit.
+static FSDPI_UNUSED int64_t fsdpi_memory_left(const char **whose) {
+    char line[400];
+    int64_t machine = fsdpi_read_number("/proc/meminfo", "MemAvailable:"), least;
+    if (machine < 0) machine = INT64_MAX / 1024;
+    least = machine *= 1024;
+    FILE *file = fopen("/proc/self/cgroup", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        char *path = strchr(line, '/');
+        line[strcspn(line, "\n")] = 0;
+        if (!path) continue;
+        if (!strncmp(line, "0::", 3))
+            fsdpi_group_limit("/sys/fs/cgroup", path, "memory.max", "memory.current", &least);
+        else if (strstr(line, ":memory:"))
+            fsdpi_group_limit("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes",
+                              "memory.usage_in_bytes", &least);
+    }
+    if (file) (void)fclose(file);
+    *whose = least < machine ? "its control group" : "the machine";
+    return least;
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -7,16 +7,37 @@
 #ifndef FSDPI_BASE_OS_NET_H
 #define FSDPI_BASE_OS_NET_H
 
+#include "hash.h"
 #include "macros.h"
 #include "os.h"
 
+#include <stddef.h> // offsetof
+#include <stdio.h>
+#include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/un.h> // sockaddr_un
 #include <unistd.h>
 #ifndef SO_PEERCRED
 #include <asm/socket.h> // in strict C99 sys/socket.h of glibc hides SO_...; musl's does not
 #endif
+
+// Returns a socket that does not block and that an exec closes; -1: see errno.
+static FSDPI_UNUSED int fsdpi_socket(int family, int type) {
+    return fsdpi_fd(socket(family, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+// Writes an abstract name, which needs no file and ends with its socket: that of `kind` for this
+// user's job. Returns its size.
+static FSDPI_UNUSED socklen_t fsdpi_unix_name(const char *kind, const char *job,
+                                              struct sockaddr_un *name) {
+    memset(name, 0, sizeof *name);
+    name->sun_family = AF_UNIX;
+    int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-%s-%lu-%016llx", kind,
+                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(job));
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+}
 
 // Returns a connection that does not block and that an exec closes; -1: see errno.
 static FSDPI_UNUSED int fsdpi_accept(int listener) {

@@ -10,6 +10,7 @@
 #ifndef FSDPI_CHECKPOINT_API_H
 #define FSDPI_CHECKPOINT_API_H
 
+#include "../base/os.h"
 #include "files.h"
 #include "retention.h"
 #include "load.h"
@@ -82,7 +83,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
         &s->numbers,     &s->sizes,   &s->crcs,           &s->manifest,    &s->stage};
     fsdp_model *m = ck->model;
     if (ck->hung) { // the thread uses it until its file call returns
-        FSDPI_CK_PUT(&ck->worker.stop, 1);
+        FSDPI_STORE(&ck->worker.stop, 1);
         (void)pthread_detach(ck->worker.thread);
         return;
     }
@@ -95,7 +96,7 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
 static void fsdpi_ck_end_of_model(void *user) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)user;
     fsdpi_ck_watch watch = {0, 0};
-    FSDPI_CK_PUT(&ck->save.given_up, 1);
+    FSDPI_STORE(&ck->save.given_up, 1);
     fsdpi_ck_ring(&ck->worker.to_worker);
     while (!ck->hung && ck->worker.started && fsdpi_ck_is_busy(&ck->worker)) {
         fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
@@ -187,7 +188,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
     fsdpi_ck_args args, first;
     uint64_t layout = 0;
     int32_t is_new;
-    s->begin_ns = fsdpi_ck_now();
+    s->begin_ns = fsdpi_monotonic_ns(NULL);
     memset(&args, 0, sizeof args);
     args.nonce = fsdpi_ck_nonce();
     args.step = step;
@@ -224,11 +225,11 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
 static fsdp_status fsdpi_ck_save_call(fsdp_checkpoint *ck, const char *call, const char *dir,
                                       int64_t step, int is_async) {
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
-    int64_t begin = fsdpi_ck_now();
+    int64_t begin = fsdpi_monotonic_ns(NULL);
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (!status) status = fsdpi_ck_begin_save(ck, call, dir, step, is_async);
     if (!status && !is_async) status = fsdpi_ck_finish(ck, call);
-    if (!status) ck->report.blocked_ns = fsdpi_ck_now() - begin;
+    if (!status) ck->report.blocked_ns = fsdpi_monotonic_ns(NULL) - begin;
     return status;
 }
 FSDP_API fsdp_status fsdp_checkpoint_save(fsdp_checkpoint *ck, const char *dir, int64_t step) {
@@ -357,7 +358,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     static const char *const call = "checkpoint_load";
     fsdpi_ck_buffer room = {NULL, 0};
     fsdpi_ck_args args, first;
-    int64_t begin = fsdpi_ck_now();
+    int64_t begin = fsdpi_monotonic_ns(NULL);
     if (!ck) return fsdpi_ck_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;

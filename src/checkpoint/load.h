@@ -11,6 +11,7 @@
 #ifndef FSDPI_CHECKPOINT_LOAD_H
 #define FSDPI_CHECKPOINT_LOAD_H
 
+#include "../base/os.h"
 #include "files.h"
 #include "rounds.h"
 #include "objects.h"
@@ -494,7 +495,7 @@ static void fsdpi_ck_report_load(fsdpi_ck_load *l, int64_t begin_ns) {
     r->step = l->opened.step;
     r->bytes = l->reader.read_bytes;
     r->total_bytes = l->opened.total_bytes;
-    r->blocked_ns = r->total_ns = fsdpi_ck_now() - begin_ns;
+    r->blocked_ns = r->total_ns = fsdpi_monotonic_ns(NULL) - begin_ns;
     r->num_reads = l->reader.calls;
     r->num_missing = l->num_missing;
     r->num_extra = l->num_extra;

@@ -12,6 +12,7 @@
 #ifndef FSDPI_CHECKPOINT_ROUNDS_H
 #define FSDPI_CHECKPOINT_ROUNDS_H
 
+#include "../base/os.h"
 #include "files.h"
 #include "objects.h"
 #include "worker.h"
@@ -108,15 +109,15 @@ static fsdp_status fsdpi_ck_worker_status(fsdp_checkpoint *ck, const char *call)
 
 // Marks the worker as hung if none of its file calls has ended for stall_ms.
 static void fsdpi_ck_look(fsdp_checkpoint *ck, fsdpi_ck_watch *watch) {
-    uint32_t moves = FSDPI_CK_GET(&ck->disk.moves);
-    int64_t now = fsdpi_ck_now();
+    uint32_t moves = FSDPI_LOAD(&ck->disk.moves);
+    int64_t now = fsdpi_monotonic_ns(NULL);
     if (!watch->since || moves != watch->moves) {
         watch->moves = moves;
         watch->since = now;
     }
     if (now - watch->since <= (int64_t)ck->desc.stall_ms * 1000000) return;
     ck->hung = 1;
-    FSDPI_CK_PUT(&ck->disk.left, 1);
+    FSDPI_STORE(&ck->disk.left, 1);
 }
 
 /* Begins a job of the worker. */
@@ -140,8 +141,8 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     int any_busy, any_failed;
     fsdp_status status = FSDP_OK;
     while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
-        int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
-        while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_ck_now()) < end)
+        int64_t end = fsdpi_monotonic_ns(NULL) + FSDPI_CK_NAP, now;
+        while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_monotonic_ns(NULL)) < end)
             fsdpi_ck_nap(&ck->worker, end - now);
         if (!fsdpi_ck_is_busy(&ck->worker)) break;
         fsdpi_ck_look(ck, &watch);

@@ -13,6 +13,7 @@
 #ifndef FSDPI_CHECKPOINT_SAVE_H
 #define FSDPI_CHECKPOINT_SAVE_H
 
+#include "../base/os.h"
 #include "files.h"
 #include "retention.h"
 #include "manifest.h"
@@ -311,14 +312,14 @@ static int64_t fsdpi_ck_next_bytes(fsdp_checkpoint *ck, int64_t done, int *span,
         return n;
     }
     for (;;) {
-        uint32_t seen = FSDPI_CK_GET(&ck->worker.to_worker);
-        int64_t there = FSDPI_CK_GET(&s->produced) - done, at = done % s->stage_bytes;
+        uint32_t seen = FSDPI_LOAD(&ck->worker.to_worker);
+        int64_t there = FSDPI_LOAD(&s->produced) - done, at = done % s->stage_bytes;
         if (there > s->stage_bytes - at) there = s->stage_bytes - at;
         if (there > FSDPI_CK_PIECE) there = FSDPI_CK_PIECE;
         *from = (const char *)s->stage.ptr + at;
         if (there > 0) return there;
-        if (FSDPI_CK_GET(&s->given_up)) return 0;
-        fsdpi_ck_listen(&ck->worker.to_worker, seen, 1000000000);
+        if (FSDPI_LOAD(&s->given_up)) return 0;
+        fsdpi_futex_wait(&ck->worker.to_worker, seen, 1000000000, 0);
         __atomic_add_fetch(&ck->disk.moves, 1, __ATOMIC_RELEASE); // not a stall
     }
 }
@@ -367,7 +368,7 @@ static void fsdpi_ck_write_data(fsdp_checkpoint *ck, void *file) {
             j.at += n;
         }
         done += n;
-        FSDPI_CK_PUT(&s->consumed, done);
+        FSDPI_STORE(&s->consumed, done);
         if (s->stage_bytes) fsdpi_ck_ring(&ck->worker.to_caller);
     }
     fsdpi_ck_flush(ck, &j, file);
@@ -379,14 +380,14 @@ static void fsdpi_ck_write_file(void *arg) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)arg;
     fsdpi_ck_save *s = &ck->save;
     fsdpi_ck_disk *d = &ck->disk;
-    int64_t nbytes, give_up = fsdpi_ck_now() + INT64_C(10000000000);
+    int64_t nbytes, give_up = fsdpi_monotonic_ns(NULL) + INT64_C(10000000000);
     void *file = NULL;
     if (!s->header_bytes) return;
     while (fsdpi_ck_open(d, s->file, 1, &file, &nbytes) && d->error == ENOENT &&
-           fsdpi_ck_now() < give_up) {
+           fsdpi_monotonic_ns(NULL) < give_up) {
         uint32_t nobody = 0;
         fsdpi_ck_forget(d);
-        fsdpi_ck_listen(&nobody, 0, 10000000);
+        fsdpi_futex_wait(&nobody, 0, 10000000, 0);
     }
     (void)fsdpi_ck_write(d, file, s->file, s->header.ptr, s->header_bytes, 0);
     if (!d->status) fsdpi_ck_write_data(ck, file);
@@ -442,7 +443,7 @@ static void fsdpi_ck_clean(void *arg) {
 static fsdp_status fsdpi_ck_give_up(fsdp_checkpoint *ck, const char *call, fsdp_status mine) {
     int any_failed;
     ck->save.stage_of = FSDPI_CK_IDLE;
-    FSDPI_CK_PUT(&ck->save.given_up, 1);
+    FSDPI_STORE(&ck->save.given_up, 1);
     fsdpi_ck_ring(&ck->worker.to_worker);
     fsdp_status status = fsdpi_ck_await(ck);
     if (!status) status = fsdpi_ck_wait_for_ranks(ck, FSDP_OK, &any_failed);
@@ -493,10 +494,10 @@ static fsdp_status fsdpi_ck_set_paths(fsdp_checkpoint *ck, const char *call, con
 
 // Returns a number that is unique to this job, made from the process and the time.
 static uint64_t fsdpi_ck_nonce(void) {
-    struct fsdpi_ck_timespec wall;
-    (void)fsdpi_ck_clock(0 /* CLOCK_REALTIME */, &wall);
-    uint64_t part[4] = {(uint64_t)wall.tv_sec, (uint64_t)wall.tv_nsec, (uint64_t)fsdpi_ck_now(),
-                        (uint64_t)getpid()};
+    struct fsdpi_timespec wall;
+    (void)fsdpi_clock_gettime(0 /* CLOCK_REALTIME */, &wall);
+    uint64_t part[4] = {(uint64_t)wall.tv_sec, (uint64_t)wall.tv_nsec,
+                        (uint64_t)fsdpi_monotonic_ns(NULL), (uint64_t)getpid()};
     return fsdpi_ck_mix(0xCBF29CE484222325u, part, (int64_t)sizeof part);
 }
 
@@ -571,7 +572,7 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
     while (*span < s->num_spans && !*status) {
         const fsdpi_ck_span *x = fsdpi_ck_spans(s) + *span;
         int64_t produced = s->produced, at = produced % s->stage_bytes;
-        int64_t n = s->stage_bytes - (produced - FSDPI_CK_GET(&s->consumed));
+        int64_t n = s->stage_bytes - (produced - FSDPI_LOAD(&s->consumed));
         if (n > s->stage_bytes - at) n = s->stage_bytes - at;
         if (n > FSDPI_CK_PIECE) n = FSDPI_CK_PIECE;
         if (n > x->nbytes - *in_span) n = x->nbytes - *in_span;
@@ -582,7 +583,7 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
         else fsdpi_ck_stream(to, x->from + *in_span, n);
         *in_span += n;
         if (*in_span == x->nbytes) (*span)++, *in_span = 0;
-        FSDPI_CK_PUT(&s->produced, produced + n);
+        FSDPI_STORE(&s->produced, produced + n);
         fsdpi_ck_ring(&ck->worker.to_worker);
     }
     return *span == s->num_spans;
@@ -591,11 +592,11 @@ static int fsdpi_ck_copy_some(fsdp_checkpoint *ck, int *span, int64_t *in_span,
 // Waits until the worker has freed room in the ring, or has ended.
 static void fsdpi_ck_wait_room(fsdp_checkpoint *ck) {
     fsdpi_ck_save *s = &ck->save;
-    int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP, now;
-    while ((now = fsdpi_ck_now()) < end && fsdpi_ck_is_busy(&ck->worker)) {
-        uint32_t seen = FSDPI_CK_GET(&ck->worker.to_caller);
-        if (s->produced - FSDPI_CK_GET(&s->consumed) < s->stage_bytes) return;
-        fsdpi_ck_listen(&ck->worker.to_caller, seen, end - now);
+    int64_t end = fsdpi_monotonic_ns(NULL) + FSDPI_CK_NAP, now;
+    while ((now = fsdpi_monotonic_ns(NULL)) < end && fsdpi_ck_is_busy(&ck->worker)) {
+        uint32_t seen = FSDPI_LOAD(&ck->worker.to_caller);
+        if (s->produced - FSDPI_LOAD(&s->consumed) < s->stage_bytes) return;
+        fsdpi_futex_wait(&ck->worker.to_caller, seen, end - now, 0);
     }
     fsdpi_ck_look(ck, &s->watch);
 }
@@ -610,7 +611,7 @@ static fsdp_status fsdpi_ck_copy(fsdp_checkpoint *ck) {
     while (s->stage_bytes && !fsdpi_ck_copy_some(ck, &span, &in_span, &status) && !status &&
            fsdpi_ck_is_busy(&ck->worker) && !ck->hung) {
         fsdpi_ck_wait_room(ck);
-        if (s->produced - FSDPI_CK_GET(&s->consumed) == s->stage_bytes)
+        if (s->produced - FSDPI_LOAD(&s->consumed) == s->stage_bytes)
             status = fsdpi_ck_round(ck, 1, 0, &any_busy, &any_failed);
     }
     return status;
@@ -633,7 +634,7 @@ static void fsdpi_ck_report_save(fsdp_checkpoint *ck) {
     ck->report.bytes = s->data_bytes;
     for (int r = 0; r < ck->size; r++) ck->report.total_bytes += sizes[3 * r + 1];
     ck->report.blocked_ns = blocked;
-    ck->report.total_ns = fsdpi_ck_now() - s->begin_ns;
+    ck->report.total_ns = fsdpi_monotonic_ns(NULL) - s->begin_ns;
     ck->report.per_rank_blobs = ck->report.verified = 1;
 }
 
@@ -660,9 +661,9 @@ static fsdp_status fsdpi_ck_next_phase(fsdp_checkpoint *ck, const char *call, in
 
 /* Makes one round of a save. If the worker is busy, it first waits for it, for at most `nap` ns. */
 static fsdp_status fsdpi_ck_advance(fsdp_checkpoint *ck, const char *call, int64_t nap) {
-    int64_t end = fsdpi_ck_now() + nap, now;
+    int64_t end = fsdpi_monotonic_ns(NULL) + nap, now;
     int any_busy, any_failed;
-    while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_ck_now()) < end)
+    while (fsdpi_ck_is_busy(&ck->worker) && (now = fsdpi_monotonic_ns(NULL)) < end)
         fsdpi_ck_nap(&ck->worker, end - now);
     int busy = fsdpi_ck_is_busy(&ck->worker);
     if (busy) fsdpi_ck_look(ck, &ck->save.watch);

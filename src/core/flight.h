@@ -108,28 +108,6 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 /* -------------------------------------------------------------------------------------------- */
 // The file.
 
-extern int fsdpi_fallocate(int fd, long at, long bytes) __asm__("posix_fallocate");
-
-// Returns when a process of this host began, in ticks after the host, and sets *state to a letter
-// of /proc/PID/stat. Returns -1 if there is no such process.
-static int64_t fsdpi_process_began(int pid, char *state) {
-    char path[40], text[640], letter = 0;
-    unsigned long long began = 0;
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
-    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) (void)close(fd);
-    text[got > 0 ? got : 0] = 0;
-    const char *at = strrchr(text, ')'); // the end of the program's name
-    if (!at || sscanf(at + 1,
-                      " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "
-                      "%*s %llu",
-                      &letter, &began) != 2)
-        return -1;
-    if (state) *state = letter;
-    return (int64_t)began;
-}
-
 /* Makes the file, and replaces that of an earlier job. Allocates all blocks before it maps the
    file: a full disk would end the process later. Returns NULL, or the reason why there is no flight
    record; the world works without it. */

@@ -19,7 +19,6 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -137,8 +136,7 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
 
 static void fsdpi_spawn_child(fsdpi_spawn_rank *me, int parent) {
     (void)close(me->spawn->pipe[0]);
-    // A rank does not outlive its parent; the parent may have died before this call.
-    (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
+    fsdpi_end_with_parent(); // the parent may have died before this call
     if (getppid() != parent) _exit(1);
     fsdpi_fill_std_fds(); // a print to a closed 0, 1 or 2 could reach a file of the rank
     fsdp_status status = fsdpi_spawn_run(me);
@@ -196,9 +194,7 @@ static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, i
 static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how) {
     int parent = (int)getpid(), signalled = 0;
     int64_t failed_at = 0;
-    if (!fsdpi_syscall(SYS_pipe2, s->pipe, (long)FSDPI_CLOEXEC))
-        for (int k = 0; k < 2; k++) s->pipe[k] = fsdpi_fd(s->pipe[k]);
-    if (s->pipe[0] < 3 || s->pipe[1] < 3)
+    if (fsdpi_pipe(s->pipe))
         return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
                          strerror(errno));
     (void)fflush(NULL); // otherwise every child would print the text buffered here

@@ -744,28 +744,24 @@ OS_FN int os_fd_new(os_sock *s, int from) {
     return -1;
 }
 
-OS_FN int os_open_sock(int kind, int family, int blocking) {
+OS_FN int os_open_sock(int kind, int family) {
     os_sock *s = os_sock_new(os_self(), os_self()->host, kind);
     s->local.family = family;
-    s->blocking = blocking;
     int fd = os_fd_new(s, 0);
     if (fd < 0) s->proc = NULL, s->refs = 0;
     return fd;
 }
 
-OS_FN int os_socket(int family, int type, int protocol) {
-    (void)protocol;
+OS_FN int os_socket(int family, int type) { /* it does not block */
     os_enter();
     if (os_site(OS_SOCKET)) return -1;
     if (family != AF_INET && family != AF_UNIX) return errno = EAFNOSUPPORT, -1;
-    if (!(type & SOCK_CLOEXEC)) os_fail("a socket that outlives an exec");
-    return os_open_sock((type & 0xF) == SOCK_DGRAM ? OS_DGRAM : OS_STREAM, family,
-                        !(type & SOCK_NONBLOCK));
+    return os_open_sock(type == SOCK_DGRAM ? OS_DGRAM : OS_STREAM, family);
 }
 
 OS_FN int os_eventfd(void) {
     os_enter();
-    return os_site(OS_EVENTFD) ? -1 : os_open_sock(OS_EVENT, 0, 0);
+    return os_site(OS_EVENTFD) ? -1 : os_open_sock(OS_EVENT, 0);
 }
 
 OS_FN int os_close(int fd) {
@@ -1146,21 +1142,12 @@ OS_FN void os_unlock(uint32_t *lock) {
 
 /* ---- the rest -------------------------------------------------------------------------------- */
 
-OS_FN long os_syscall(long number, ...) {
-    long result = 0;
-    va_list args;
-    va_start(args, number);
-    if (number == SYS_getrandom) {
-        unsigned char *out = va_arg(args, unsigned char *);
-        size_t size = va_arg(args, size_t);
-        os_enter();
-        result = os_site(OS_RANDOM) ? -1 : (long)size;
-        for (size_t i = 0; result > 0 && i < size; i++) out[i] = (unsigned char)os_rand(256);
-    } else if (number != SYS_rt_sigprocmask) {
-        os_fail("system call %ld is not simulated", number);
-    }
-    va_end(args);
-    return result;
+OS_FN int os_random(void *to, size_t size) {
+    unsigned char *out = (unsigned char *)to;
+    os_enter();
+    if (os_site(OS_RANDOM)) return 0;
+    for (size_t i = 0; i < size; i++) out[i] = (unsigned char)os_rand(256);
+    return 1;
 }
 
 OS_FN const char *os_env(const char *name) {
@@ -1207,7 +1194,7 @@ OS_FN int os_open(const char *name, int flags, ...) {
     if (!(flags & O_CREAT) && !is_there) return errno = ENOENT, -1;
     if ((flags & O_EXCL) && is_there) return errno = EEXIST, -1;
     if (!(flags & O_CLOEXEC)) os_fail("a file that outlives an exec");
-    int fd = os_open_sock(OS_DISK, 0, 0);
+    int fd = os_open_sock(OS_DISK, 0);
     if (fd < 0) return -1;
     os_fd(fd)->file = i;
     if (!is_there) os.files[i].size = 0;
@@ -1299,7 +1286,6 @@ int getaddrinfo(const char *host, const char *service, const struct addrinfo *hi
 void freeaddrinfo(struct addrinfo *list) { free(list); }
 
 /* The code that is included from here on calls the functions of this file. */
-#define socket               os_socket
 #define close                os_close
 #define bind                 os_bind
 #define listen               os_listen
@@ -1324,7 +1310,7 @@ void freeaddrinfo(struct addrinfo *list) { free(list); }
 #define pthread_detach       os_thread_detach
 #define fsdpi_libc_alloc     os_alloc
 #define fsdpi_libc_free      os_free
-#define fsdpi_syscall        os_syscall
+#define fsdpi_random         os_random
 #define fsdpi_futex_wait     os_futex_wait
 #define fsdpi_futex_wake_all os_futex_wake_all
 #define fsdpi_lock           os_lock
@@ -1332,6 +1318,9 @@ void freeaddrinfo(struct addrinfo *list) { free(list); }
 #define fsdpi_sleep_ns       os_sleep
 #define fsdpi_same_user      os_same_user
 #define fsdpi_accept         os_accept
+#define fsdpi_socket         os_socket
+#define fsdpi_block_signals(more) (more)
+#define fsdpi_set_blocked_signals(blocked) (void)(blocked)
 #define fsdpi_event          os_eventfd
 #define fsdpi_env            os_env
 #undef FSDPI_LOAD

@@ -7,6 +7,7 @@
 #define TAGS AT_NIGHT(ASAN)
 #include "harness.h"
 #include "golden.h"
+#include "lab.h"
 #include "fsdp_checkpoint.h"
 #include <sys/resource.h> /* setrlimit */
 
@@ -991,12 +992,18 @@ typedef struct mapping {
 typedef struct mapped {
     const mapping *list;
     int num;
+    fsdp_dtype dtype; /* of all old tensors, which are matrices; KEEP: any tensors */
 } mapped;
 static int mapped_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
     const mapped *m = (const mapped *)user;
     int num = 0;
+    int64_t numel = 1;
+    for (int d = 0; d < v->ndim; d++) numel *= v->shape[d];
     CHECK_EQ_STR(out[0].name, v->name);
     CHECK(!v->unit && !*v->unit_name && !v->data && !v->shard);
+    CHECK(v->ordinal == -1 && v->index == -1 && v->dtype == v->grad_dtype && v->numel == numel);
+    CHECK_EQ_MEM(v->shape, v->local_shape, sizeof v->shape);
+    CHECK(m->dtype == FSDP_DTYPE_KEEP || (v->dtype == m->dtype && v->ndim == 2 && numel > 0));
     for (int i = 0; i < m->num; i++) {
         if (strcmp(m->list[i].from, v->name) != 0) continue;
         snprintf(out[num].name, sizeof out->name, "%s", m->list[i].to);
@@ -1006,36 +1013,47 @@ static int mapped_source(void *user, const fsdp_param_view *v, fsdp_checkpoint_s
     }
     return num;
 }
-static float *floats_of(fsdp_checkpoint_reader *r, const char *name, fsdp_checkpoint_tensor *t) {
+/* Returns a tensor's elements and their size: floating ones as f32, others as they are. */
+static char *values_of(fsdp_checkpoint_reader *r, const char *name, fsdp_checkpoint_tensor *t,
+                       size_t *size) {
     CHECK_OK(fsdp_checkpoint_tensor_at(r, index_of(r, name), t));
-    float *room = (float *)malloc(2 * (size_t)t->nbytes + 1);
+    const int floats = fsdp_dtype_is_float(t->dtype);
+    int64_t numel = 1;
+    for (int d = 0; d < t->ndim; d++) numel *= t->shape[d];
+    char *room = (char *)malloc(2 * (size_t)t->nbytes + 1);
     CHECK(room != NULL);
-    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL, FSDP_F32, room, SAID));
+    CHECK_OK(fsdp_checkpoint_read(r, index_of(r, name), NULL, NULL,
+                                  floats ? FSDP_F32 : FSDP_DTYPE_KEEP, room, SAID));
+    *size = floats ? 4 : (size_t)(t->nbytes / numel);
     return room;
 }
 /* Every row of every old tensor is where the mapping puts it; the counts show that nothing else is
-   there. */
-static void check_mapping(const char *from, const char *to, const mapped *m) {
+   there. dtype: that of the export. */
+static void check_mapping(const char *from, const char *to, const mapped *m, fsdp_dtype dtype) {
     fsdp_checkpoint_reader *a = open_it(from), *b = open_it(to);
     fsdp_checkpoint_contents c;
     int64_t placed = 0, row = 0;
     for (int i = 0; i < m->num; i++) {
         const mapping *p = &m->list[i];
         fsdp_checkpoint_tensor x, y;
-        float *old = floats_of(a, p->from, &x), *fresh = floats_of(b, p->to, &y);
-        int64_t columns = 1, rows = p->rows ? p->rows : x.shape[0];
-        for (int d = 1; d < x.ndim; d++) columns *= x.shape[d];
+        size_t size, new_size;
+        char *old = values_of(a, p->from, &x, &size), *fresh = values_of(b, p->to, &y, &new_size);
+        int64_t columns = 1, rows = p->rows ? p->rows : x.shape[0], numel = y.shape[0];
+        for (int d = 1; d < x.ndim; d++) columns *= x.shape[d], numel *= y.shape[d];
         if (i == 0 || strcmp(m->list[i - 1].from, p->from) != 0) row = 0; /* parts in their order */
-        CHECK_EQ_INT(y.ndim, x.ndim);
+        CHECK(y.ndim == x.ndim && size == new_size);
+        if (dtype != FSDP_DTYPE_KEEP) CHECK_EQ_INT(y.dtype, dtype);
+        else CHECK_EQ_INT(y.file_dtype, x.file_dtype);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t k = 0; k < columns; k++) {
                 int64_t at = (p->first + r) * columns + k;
                 if (p->transpose) at = k * y.shape[1] + p->first + r;
-                CHECK_MSG(fresh[at] == old[(row + r) * columns + k], "%s row %lld column %lld",
-                          p->from, (long long)r, (long long)k);
+                CHECK_MSG(!memcmp(fresh + at * (int64_t)size,
+                                  old + ((row + r) * columns + k) * (int64_t)size, size),
+                          "%s row %lld column %lld", p->from, (long long)r, (long long)k);
             }
         row += rows;
-        placed += rows * columns * 4;
+        placed += rows * columns * (y.nbytes / numel);
         free(old);
         free(fresh);
     }
@@ -1045,17 +1063,28 @@ static void check_mapping(const char *from, const char *to, const mapped *m) {
     fsdp_checkpoint_close(b);
 }
 
-/* Random mappings: rows of 1 to 3 old tensors, in random order, are those of 1 to 4 new ones. */
+/* Random mappings: rows of 1 to 3 old tensors, in random order, are those of 1 to 4 new ones. With
+   `like` the last rows of each new tensor need no number. */
 TEST(fsdpck, export_inverts_sources) {
     uint64_t z = h_seed();
 #define UP_TO(n) (1 + (int)((z = golden_splitmix64(z)) >> 33) % (n))
     for (int round = 0; round < 100; round++) {
         fsdp_checkpoint_export_desc d = FSDP_ZERO;
+        static const struct {
+            fsdp_dtype dtype, to;
+            const char *foreign;
+        } kinds[] = {{FSDP_F32, FSDP_DTYPE_KEEP, NULL},
+                     {FSDP_BF16, FSDP_DTYPE_KEEP, NULL},
+                     {FSDP_BF16, FSDP_F32, NULL},
+                     {FSDP_I64, FSDP_F32, NULL},
+                     {FSDP_SAFETENSORS_OTHER, FSDP_BF16, "U16"},
+                     {FSDP_SAFETENSORS_OTHER, FSDP_BF16, "F8_E4M3"}};
+        const int kind = round % 6;
         fsdp_safetensors_entry e[3];
-        mapping list[24], parts[24], full[24];
-        int64_t rows[3] = {0, 0, 0};
+        mapping list[24], parts[24], full[24], untold_last[24];
+        int64_t rows[3] = {0, 0, 0}, new_rows[4];
         int num_old = UP_TO(3), num_new = UP_TO(4), num = 0, columns = UP_TO(4);
-        char from[600], to[600], name[40];
+        char from[600], to[600], again[600], name[40];
         for (int j = 0; j < num_new; j++) {
             int64_t first = 0;
             int transpose = UP_TO(2) - 1, count = UP_TO(3);
@@ -1064,7 +1093,7 @@ TEST(fsdpck, export_inverts_sources) {
                 memset(p, 0, sizeof *p);
                 snprintf(p->to, sizeof p->to, "new.%d", j);
                 p->transpose = transpose, p->first = first, p->rows = UP_TO(5);
-                first += p->rows;
+                new_rows[j] = first += p->rows;
             }
         }
         for (int i = num - 1; i > 0; i--) { /* shuffled, then dealt to the old tensors */
@@ -1073,28 +1102,40 @@ TEST(fsdpck, export_inverts_sources) {
             parts[i] = parts[k], parts[k] = swapped;
         }
         if (num_old > num) num_old = num;
-        mapped m = {list, 0};
+        mapped m = {list, 0, FSDP_DTYPE_KEEP};
         for (int j = 0; j < num_old; j++) {
             int untold = UP_TO(9) - 1, mine = 0;
             for (int i = j; i < num && mine < 8; i += num_old, mine++) {
                 snprintf(parts[i].from, sizeof parts[i].from, "old.%d", j);
                 rows[j] += parts[i].rows;
-                list[m.num] = full[m.num] = parts[i];
+                list[m.num] = full[m.num] = untold_last[m.num] = parts[i];
                 if (mine == untold) list[m.num].rows = 0; /* what the others leave */
+                if (parts[i].first + parts[i].rows == new_rows[parts[i].to[4] - '0'])
+                    untold_last[m.num].rows = 0;
                 m.num++;
             }
         }
         if (m.num < num) continue; /* more than eight parts */
         static const char *const names[] = {"old.0", "old.1", "old.2"};
-        for (int j = 0; j < num_old; j++) e[j] = tensor(names[j], FSDP_F32, 2, rows[j], columns, 0);
+        for (int j = 0; j < num_old; j++)
+            e[j] = kinds[kind].foreign
+                       ? foreign(names[j], kinds[kind].foreign, 2, rows[j], columns)
+                       : tensor(names[j], kinds[kind].dtype, 2, rows[j], columns, 0);
+        m.dtype = kinds[kind].dtype;
         snprintf(name, sizeof name, "old%d.safetensors", round);
         store_tensors(h_tmpdir(), name, e, num_old);
         path_of(from, name);
         snprintf(name, sizeof name, "new%d", round);
         d.source = mapped_source, d.user = &m;
+        d.dtype = kinds[kind].to;
         export_to(from, path_of(to, name), &d);
         m.list = full;
-        check_mapping(from, to, &m);
+        check_mapping(from, to, &m, fsdp_dtype_is_float(m.dtype) ? d.dtype : FSDP_DTYPE_KEEP);
+        m.list = untold_last;
+        d.like = to;
+        snprintf(name, sizeof name, "again%d", round);
+        export_to(from, path_of(again, name), &d);
+        same_file(to, "model.safetensors", again, "model.safetensors");
     }
 #undef UP_TO
 }
@@ -1109,7 +1150,7 @@ TEST(fsdpck, export_inverts_large_sources) {
     static const mapping list[] = {{"long", "flat", 1, 0, 0},  {"cube", "b", 0, 0, 2},
                                    {"cube", "a", 0, 0, 3},     {"q", "c_attn", 1, 301, 0},
                                    {"k", "c_attn", 1, 0, 301}, {"bias", "c", 0, 0, 5}};
-    mapped m = {list, (int)(sizeof list / sizeof *list)};
+    mapped m = {list, (int)(sizeof list / sizeof *list), FSDP_DTYPE_KEEP};
     mapping some[8];
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char from[600], to[600];
@@ -1117,7 +1158,7 @@ TEST(fsdpck, export_inverts_large_sources) {
     path_of(from, "from.safetensors");
     d.source = mapped_source, d.user = &m;
     export_to(from, path_of(to, "to"), &d); /* "one" and "left" have no source: they are left out */
-    check_mapping(from, to, &m);
+    check_mapping(from, to, &m, d.dtype);
     memcpy(some, list, sizeof list); /* a tensor without dims has a name */
     static const mapping scale = {"one", "scale", 0, 0, 0};
     some[6] = scale;
@@ -1168,18 +1209,23 @@ TEST(fsdpck, export_refuses_sources) {
         {{{"w", "x", 0, 0, 0}, {"other", "x", 0, 3, 0}}, 2, "'other' gives rows 3..5"},
         {{{"w", "x", 0, 0, 0}, {"half", "x", 0, 3, 0}}, 2, "'half' gives rows 3..5"},
         {{{"w", "x", 0, 0, 0}, {"b", "x", 0, 3, 0}}, 2, "'b' gives rows 3..5"},
+        {{{"b", "x", 0, 0, 0}, {"w", "x", 0, 2, 0}}, 2, "'w' gives rows 2..5"},
+        {{{"f8", "x", 0, 0, 0}, {"other_f8", "x", 0, 2, 0}}, 2, "'other_f8' gives rows 2..4"},
+        {{{"f8", "x", 0, 0, 0}, {"u8", "x", 0, 2, 0}}, 2, "'u8' gives rows 2..4"},
+        {{{"u8", "x", 0, 0, 0}, {"f8", "x", 0, 2, 0}}, 2, "'f8' gives rows 2..4"},
         {{{"b", "x", 1, 0, 0}}, 1, "'b' gives rows 0..2 of 'x', transposed, expected row 0 next"},
         {{{"one", "x", 0, 0, 0}, {"two", "x", 0, 1, 0}}, 2, "'two' gives rows 1..2 of 'x'"},
         {{{"w", "", 0, 0, 0}}, 1, "[E466]"}};
-    fsdp_safetensors_entry e[7] = {
-        tensor("w", FSDP_F32, 2, 3, 2, 0),     tensor("v", FSDP_F32, 2, 2, 2, 0),
-        tensor("other", FSDP_F32, 2, 2, 3, 0), tensor("half", FSDP_BF16, 2, 2, 2, 0),
-        tensor("b", FSDP_F32, 1, 2, 0, 0),     tensor("one", FSDP_F32, 0, 0, 0, 0),
-        tensor("two", FSDP_F32, 0, 0, 0, 0)};
+    fsdp_safetensors_entry e[10] = {
+        tensor("w", FSDP_F32, 2, 3, 2, 0),       tensor("v", FSDP_F32, 2, 2, 2, 0),
+        tensor("other", FSDP_F32, 2, 2, 3, 0),   tensor("half", FSDP_BF16, 2, 2, 2, 0),
+        tensor("b", FSDP_F32, 1, 2, 0, 0),       tensor("one", FSDP_F32, 0, 0, 0, 0),
+        tensor("two", FSDP_F32, 0, 0, 0, 0),     foreign("f8", "F8_E4M3", 2, 2, 2),
+        foreign("other_f8", "F8_E5M2", 2, 2, 2), tensor("u8", FSDP_U8, 2, 2, 2, 0)};
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char from[600], to[600];
-    mapped m = {NULL, 0};
-    store_tensors(h_tmpdir(), "from.safetensors", e, 7);
+    mapped m = {NULL, 0, FSDP_DTYPE_KEEP};
+    store_tensors(h_tmpdir(), "from.safetensors", e, 10);
     path_of(from, "from.safetensors"), path_of(to, "to");
     d.source = mapped_source, d.user = &m;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -1191,10 +1237,18 @@ TEST(fsdpck, export_refuses_sources) {
     static const mapping mixed[] = {{"w", "x", 0, 0, 0}, {"half", "x", 0, 3, 0}};
     m.list = mixed, m.num = 2, d.dtype = FSDP_F32; /* in one dtype they are one tensor */
     export_to(from, to, &d);
-    check_mapping(from, to, &m);
+    check_mapping(from, to, &m, d.dtype);
     d.num_ranks = 2;
     CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
     says("[E463] checkpoint_export: expected num_ranks 0 to 1000000, and 0 with ema, source, like");
+    static const mapping cut[] = {{"w", "b", 0, 0, 0}, {"w", "two", 0, 0, 0}};
+    m.list = cut, d.num_ranks = 0, d.like = from; /* its tensor "two" has no rows */
+    CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "cut"), &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E484] checkpoint_export: source takes 'w' apart");
+    static const mapping absent[] = {{"w", "b", 0, 0, 0}, {"w", "absent", 0, 0, 0}};
+    m.list = absent; /* "b" has 2 of 3 rows */
+    CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+    says("[E484] checkpoint_export: source takes 'w' apart");
 }
 
 /* A directory of Hugging Face: its tensors, and files of all kinds next to them. */
@@ -1424,12 +1478,14 @@ TEST(fsdpck, export_like_tied) {
                                    : "1 are extra: 'lm_head.weight'");
                     if (status) continue;
                     fsdp_checkpoint_tensor t, h;
+                    size_t size;
                     fsdp_checkpoint_reader *r = open_it(to), *old = open_it(from);
-                    float *e = floats_of(r, names[name], &t), *f = floats_of(old, names[name], &t);
+                    char *e = values_of(r, names[name], &t, &size);
+                    char *f = values_of(old, names[name], &t, &size);
                     CHECK_EQ_MEM(e, f, 60);
                     CHECK_STATUS(fsdp_checkpoint_tensor_at(r, 1 + there, &h), FSDP_ERR_INVALID_ARG);
                     if (there) { /* OUT has both, with the weights of `from` */
-                        float *head = floats_of(r, "lm_head.weight", &h);
+                        char *head = values_of(r, "lm_head.weight", &h, &size);
                         CHECK_EQ_MEM(head, f, 60);
                         free(head);
                     }
@@ -1438,22 +1494,93 @@ TEST(fsdpck, export_like_tied) {
                 }
 }
 
-/* A matrix that is stored the other way round has other values than an embedding of its bytes. */
-TEST(fsdpck, export_like_transposed_is_not_tied) {
-    static const mapping list[] = {{"a", "lm_head.weight", 1, 0, 0}, {"b", "wte.weight", 0, 0, 0}};
-    mapped m = {list, 2};
+/* Only the whole of an old tensor, as it is, is a copy of one with its bytes: not its transpose, not
+   some of its rows, not it and another one. */
+TEST(fsdpck, export_like_changed_is_not_tied) {
+    static const struct {
+        mapping list[3];
+        int num;
+        int64_t rows;
+    } made[] = {{{{"y", "lm_head.weight", 1, 0, 0}, {"z", "wte.weight", 0, 0, 0}}, 2, 4},
+                {{{"y", "lm_head.weight", 0, 0, 2}, {"y", "wte.weight", 0, 0, 2}}, 2, 2},
+                {{{"y", "lm_head.weight", 0, 0, 0},
+                  {"c", "lm_head.weight", 0, 4, 0},
+                  {"z", "wte.weight", 0, 0, 0}},
+                 3,
+                 4}};
     fsdp_checkpoint_export_desc d = FSDP_ZERO;
     char like[600], from[600], to[600];
-    fsdp_safetensors_entry both[2] = {tensor("a", FSDP_F32, 2, 4, 4, 0),
-                                      tensor("b", FSDP_F32, 2, 4, 4, 0)};
-    fsdp_safetensors_entry one = tensor("wte.weight", FSDP_F32, 2, 4, 4, 0);
-    store_tensors(h_tmpdir(), "from.safetensors", both, 2);
+    fsdp_safetensors_entry old[3] = {tensor("c", FSDP_F32, 2, 4, 4, 0),
+                                     tensor("y", FSDP_F32, 2, 4, 4, 0),
+                                     tensor("z", FSDP_F32, 2, 4, 4, 0)};
+    store_tensors(h_tmpdir(), "from.safetensors", old, 3);
     repeat_bytes(path_of(from, "from.safetensors"), 64, 0);
-    store_tensors(h_tmpdir(), "like.safetensors", &one, 1);
     d.like = path_of(like, "like.safetensors");
-    d.source = mapped_source, d.user = &m;
-    CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "to"), &d, SAID), FSDP_ERR_INVALID_ARG);
-    says("1 are extra: 'lm_head.weight'");
+    d.source = mapped_source;
+    for (int i = 0; i < 3; i++) {
+        mapped m = {made[i].list, made[i].num, FSDP_DTYPE_KEEP};
+        fsdp_safetensors_entry one = tensor("wte.weight", FSDP_F32, 2, made[i].rows, 4, 0);
+        store_tensors(h_tmpdir(), "like.safetensors", &one, 1);
+        d.user = &m;
+        CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "to"), &d, SAID),
+                     FSDP_ERR_INVALID_ARG);
+        says("1 are extra: 'lm_head.weight'");
+    }
+}
+
+/* Matrices that are compared in several pieces; they differ in none, or in one. */
+TEST(fsdpck, export_like_tied_large) {
+    enum { ROWS = 1200001, BYTES = 4 * ROWS };
+    fsdp_safetensors_entry e[2] = {tensor("wte.weight", FSDP_F32, 2, ROWS, 1, 0),
+                                   tensor("lm_head.weight", FSDP_F32, 2, ROWS, 1, 0)};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    char like[600], from[600], to[600];
+    store_tensors(h_tmpdir(), "like.safetensors", e, 1);
+    store_tensors(h_tmpdir(), "from.safetensors", e, 2);
+    d.like = path_of(like, "like.safetensors");
+    repeat_bytes(path_of(from, "from.safetensors"), BYTES, 0);
+    export_to(from, path_of(to, "to"), &d);
+    for (int64_t at = 1; at <= BYTES; at += BYTES / 3) {
+        blob b = load(from, "");
+        b.at[b.size - at] ^= 1;
+        store(from, "", b.at, b.size);
+        CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "no"), &d, SAID),
+                     FSDP_ERR_INVALID_ARG);
+        says("1 are extra: 'lm_head.weight'");
+        b.at[b.size - at] ^= 1;
+        store(from, "", b.at, b.size);
+        free(b.at);
+    }
+}
+
+/* A source is asked for parameters only, and may name eight tensors at most. */
+static int asked_sources(void *user, const fsdp_param_view *v, fsdp_checkpoint_source *out) {
+    CHECK(strncmp(v->name, "optim.", 6) && strncmp(v->name, "fsdp.", 5));
+    snprintf(out->name, sizeof out->name, "new.%s", v->name);
+    return *(const int *)user;
+}
+TEST(fsdpck, export_asks_for_parameters) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    char from[600], to[600];
+    int num = 1, states = 0;
+    golden_path(from, "example/step-00000017"), path_of(to, "to");
+    d.source = asked_sources, d.user = &num, d.with_optimizer = 1;
+    export_to(from, to, &d);
+    fsdp_checkpoint_reader *r = open_it(to);
+    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++) {
+        const int state = strncmp(t.name, "new.", 4) != 0;
+        CHECK_MSG(!state || !strncmp(t.name, "optim.", 6) || !strncmp(t.name, "fsdp.", 5), "%s",
+                  t.name);
+        states += state;
+    }
+    CHECK(states > 0);
+    fsdp_checkpoint_close(r);
+    for (num = -1; num <= 9; num += 10) {
+        CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "no"), &d, SAID),
+                     FSDP_ERR_INVALID_ARG);
+        says(num < 0 ? " apart into -1 tensors" : " apart into 9 tensors");
+    }
 }
 
 /* States are compared with nothing: the directory of a model has none. */
@@ -1851,6 +1978,88 @@ TEST_P(fsdpck, file_calls_fail, exports) {
     }
     CHECK_MSG(f.at > 12, "%d calls", f.at);
     CHECK_OK(fsdp_checkpoint_verify(out, NULL, NULL, SAID));
+}
+
+/* While `watched`, allocation number `fail_at` of the process fails, and blocks are counted. */
+static int watched, allocations, fail_at, num_live;
+static void *live[256];
+#if defined(__GLIBC__) && !defined(W_SANITIZED)
+#define INTERPOSED 1
+extern void *libc_calloc(size_t count, size_t size) __asm__("__libc_calloc");
+extern void libc_free(void *ptr) __asm__("__libc_free");
+void *calloc(size_t count, size_t size) {
+    void *ptr = watched && allocations++ == fail_at ? NULL : libc_calloc(count, size);
+    if (!ptr) errno = ENOMEM;
+    if (watched && ptr && num_live < (int)(sizeof live / sizeof *live)) live[num_live++] = ptr;
+    return ptr;
+}
+void *malloc(size_t size) { return calloc(size, 1); }
+void free(void *ptr) {
+    for (int i = 0; watched && i < num_live; i++)
+        if (live[i] == ptr) live[i--] = live[--num_live];
+    libc_free(ptr);
+}
+#else
+#define INTERPOSED 0
+#endif
+
+static int same_names(void *user, const char *name, char *out) {
+    (void)user;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return 1;
+}
+static void same_files(const char *dir, const char *other) { /* those in subdirectories by number */
+    const struct dirent *entry;
+    DIR *d = opendir(dir);
+    while (d && (entry = readdir(d)) != NULL)
+        if (strchr(entry->d_name, '.') > entry->d_name)
+            same_file(dir, entry->d_name, other, entry->d_name);
+    CHECK(d && num_names(dir) == num_names(other));
+    closedir(d);
+}
+/* Each allocation of an export fails in turn: it fails without a trace and says so, or the libc
+   does without. */
+TEST(fsdpck, allocations_fail) {
+    static const mapping list[] = {{"a", "new", 1, 0, 0}, {"b", "c", 0, 0, 3}, {"b", "d", 0, 0, 0}};
+    mapped m = {list, 3, FSDP_DTYPE_KEEP};
+    fsdp_safetensors_entry e[2] = {tensor("a", FSDP_F32, 2, 6, 4, 0),
+                                   tensor("b", FSDP_BF16, 2, 5, 7, 0)};
+    char from[600], like[600], to[600], want[600];
+    if (!INTERPOSED) SKIP("a sanitizer has its own malloc, or the libc is not glibc");
+    store_tensors(h_tmpdir(), "from.safetensors", e, 2);
+    path_of(from, "from.safetensors"), path_of(to, "to");
+    fsdp_checkpoint_export_desc plain = FSDP_ZERO,
+                                d[4] = {FSDP_ZERO, FSDP_ZERO, FSDP_ZERO, FSDP_ZERO};
+    plain.source = mapped_source, plain.user = &m;
+    export_to(from, path_of(like, "like"), &plain);
+    store_deep(like, "config.json"), store_deep(like, "1_Pooling/config.json");
+    d[0] = plain, d[0].like = like;
+    d[1].rename = same_names, d[1].like = like, d[1].dtype = FSDP_F32;
+    d[2].num_ranks = 2;
+    d[3].max_file_bytes = 60;
+    for (int k = 0; k < 4; k++) {
+        int failed = 0;
+        const char *path = k == 1 ? like : from;
+        snprintf(to, sizeof to, "%s/want%d", h_tmpdir(), k);
+        (void)fsdp_checkpoint_export(path, to, &d[k], SAID);
+        memcpy(want, to, sizeof want), path_of(to, "to");
+        const int before = h_entries(h_tmpdir());
+        for (fail_at = 0; allocations >= fail_at; fail_at++) {
+            allocations = num_live = 0, watched = 1;
+            const fsdp_status status = fsdp_checkpoint_export(path, to, &d[k], SAID);
+            watched = 0;
+            CHECK_MSG(num_live == 0 && h_entries(h_tmpdir()) == before + !status,
+                      "export %d, allocation %d: %d blocks are left: %s", k, fail_at, num_live,
+                      said);
+            failed += status != FSDP_OK;
+            if (status == FSDP_ERR_OUT_OF_MEMORY) says("[E420] ");
+            else if (status) says("Cannot allocate memory");
+            if (status) continue;
+            same_files(want, to);
+            h_remove_tree(to);
+        }
+        CHECK_MSG(failed >= 15, "export %d: %d allocations failed", k, failed);
+    }
 }
 
 TEST(fsdpck, short_and_interrupted_calls) {

@@ -148,6 +148,10 @@ TEST(slow, grandchild, SECONDS(0.3)) {
     leave_grandchild();
     for (;;) pause();
 }
+TEST(slow, interrupted) {
+    kill(getppid(), SIGTERM);
+    for (;;) pause();
+}
 TEST(tidy, grandchild) {
     leave_grandchild();
     usleep(100000);

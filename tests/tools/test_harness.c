@@ -238,6 +238,13 @@ TEST(harness, timeout_mult, SLOW) {
     LINE("slow.hang: timed out after 0.4 s");
 }
 
+/* A test that a signal to its program ends has not timed out. */
+TEST(harness, interrupted) {
+    CHECK_EQ_INT(probe("--filter=slow.interrupted"), 128 + SIGTERM);
+    LINE("slow.interrupted: interrupted by signal 15");
+    CHECK_EQ_INT(count("timed out"), 0);
+}
+
 /* On a machine under load a test gets ten times its time. */
 TEST(harness, limit_is_of_the_calm_clock) {
     const int64_t limit = 1000 * 60 * 60;

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 
 from harness import Skip, check, run, sh
+from test_library import check_exports
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 BUILD = os.path.join(ROOT, os.environ.get("FSDP_BUILD") or "build")
@@ -408,10 +409,14 @@ def test_make_gloo():
     flags = sh(f"{pkg_config(f'{here}/prefix', 'lib/arch')} fsdp-lib", env=CLEAN)
     sh(f"{CC} -O0 user.c -o user {flags.strip()} -Wl,-rpath,{here}/prefix/lib/arch -lm", env=CLEAN)
     trains("./user", "gloo")
-    names = sh("nm -D --defined-only prefix/lib/arch/libfsdp.so | awk '{print $3}'").split()
-    check("fsdp_gloo_comm_ops" in names, "no Gloo in libfsdp.so")
-    more = [n for n in names if not n.startswith("fsdp_") or n.startswith("fsdp_gloo_") and "_ops" not in n]
-    check(not more, f"exported: {more}")
+    check("gloo" in check_exports("prefix/lib/arch/libfsdp.so"), "no Gloo in libfsdp.so")
+
+
+@needs()
+def test_make_stub():
+    """libfsdp.so with the backend for GPUs, on stand-ins for CUDA and NCCL."""
+    make("lib NCCL=stub", f"{BUILD}/stub")
+    check("nccl" in check_exports(f"{BUILD}/stub/libfsdp.so"), "no NCCL in libfsdp.so")
 
 
 @needs()

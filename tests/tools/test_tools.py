@@ -261,6 +261,20 @@ def test_extensions():
         sh(f"{sys.executable} {TOOLS}/check_text.py extensions", cwd=root)
 
 
+def test_port():
+    """What only Linux has stands in two files; comments, texts and longer names may have its words."""
+    for code in ('open("/proc/self/maps", 0)', "fsdpi_syscall(SYS_gettid)", "prctl(1)", "memfd_create(0, 0)",
+                 "sched_yield()", "eventfd(0, 0)", "socket(1, SOCK_STREAM | SOCK_CLOEXEC, 0)",
+                 'open("/sys/fs/cgroup", 0)', "madvise(x, 1, MADV_DONTFORK)", "fcntl(1, F_OFD_SETLK)"):
+        for name in ("src/core/a.h", "fsdp_more.h"):
+            finds("port", f"{name}: ", **{re.sub(r"\W", "_", name): GOOD[name] + f"int x = {code};\n"})
+    allowed = ('/* reads /proc/self/maps by prctl(1) */ int x = posix_fallocate(0, 0, 1);\n'
+               'const char *text = "cannot make it by memfd_create (errno %d)";\n')
+    with tree(src_core_a_h=GOOD["src/core/a.h"] + allowed,
+              also={"src/base/os.h": "int x = prctl(1);\n"}) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py port", cwd=root)
+
+
 def test_english():
     one = "/* It is %s the other. */\n"
     for name, words in (("src/core/a.h", "behind"), ("fsdp_more.h", "so many, beside")):
@@ -306,6 +320,22 @@ def test_other_names():
             out = subprocess.run([os.path.join(TOOLS, "check.sh"), "--one", "budget"], cwd=root, env=env,
                                  stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
         check(wanted in out and ("OK" in out) == (not also), out)
+
+
+def test_gates_name_what_they_lack():
+    """A gate without its compiler is skipped, and says which package has it."""
+    with tempfile.TemporaryDirectory() as root:
+        os.mkdir(f"{root}/bin")
+        for program in ("bash", "cat", "date", "env", "grep", "mkdir", "timeout", "tr", "uname"):
+            os.symlink(shutil.which(program), f"{root}/bin/{program}")
+        env = {"PATH": f"{root}/bin", "FSDP_BUILD": f"{root}/build", "WARN": "-Wall", "CWARN": ""}
+        for gate, package in (("platforms.tcc", "tcc"), ("platforms.zig", "ziglang"), ("musl", "musl-tools"),
+                              ("musl_tests.test_bits", "musl-tools"), ("platforms.refused", "clang"),
+                              ("aarch64.test_bits", "gcc-aarch64-linux-gnu"), ("text.toc", "python3")):
+            out = subprocess.run([os.path.join(TOOLS, "check.sh"), "--one", gate], env=env, check=False,
+                                 cwd=os.path.dirname(TOOLS), stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT, universal_newlines=True).stdout
+            check(f"[  SKIPPED ] check.{gate} (no " in out and f"install {package})" in out, out)
 
 
 def test_docs():
