@@ -13,6 +13,7 @@
 #include "fsdp.h"
 #include "backends/fsdp_store.h"
 #include <grp.h>          /* setgroups */
+#include <sys/ptrace.h>   /* ptrace */
 #include <sys/resource.h> /* setrlimit */
 
 static char output[16384]; /* both streams of the last command */
@@ -1317,6 +1318,100 @@ TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
     says(text);
 }
 
+/* A process that is stopped is named, not the shell that waits for it. */
+TEST(fsdprun, a_stopped_child_of_a_rank_is_named) {
+    char text[200];
+    setenv("DIR", h_tmpdir(), 1);
+    pid_t pid = start("-n2", "sh", "-c",
+                      "if test $RANK = 0; then while ! test -e $DIR/go; do sleep 0.02; done;"
+                      "exit 5; fi; sh -c 'echo inner=$$; exec sleep 1000'; true",
+                      (const char *)NULL);
+    read_until("inner=", 1);
+    const pid_t inner = number_behind("inner=");
+    stop(inner);
+    go();
+    CHECK_EQ_INT(finish(pid), 5);
+    snprintf(text, sizeof text, "[E565] rank 1 (process %ld) is stopped: ", (long)inner);
+    says(text);
+}
+
+/* Returns how often a process has waited. */
+static long count_waits(pid_t pid) {
+    char path[64], line[128];
+    long n = 0;
+    snprintf(path, sizeof path, "/proc/%ld/status", (long)pid);
+    FILE *f = fopen(path, "r");
+    CHECK(f != NULL);
+    while (fgets(line, sizeof line, f) && sscanf(line, "voluntary_ctxt_switches: %ld", &n) != 1)
+        continue;
+    fclose(f);
+    return n;
+}
+
+/* Returns when a keeper has looked at its ranks and waited that often. */
+static void await_waits(pid_t keeper, int times) {
+    for (const long begin = count_waits(keeper); count_waits(keeper) < begin + times;) usleep(1000);
+}
+
+/* Ranks in `ends` end well; others are stopped, except for those in `runs`, or debugged. If only
+   stopped ranks are left, and another one has ended, the job ends after its timeout, unless they
+   are continued. */
+enum { STOPPED, CONTINUED, DEBUGGED };
+static const struct {
+    const char *name, *ends, *runs, *shell, *timeout_ms;
+    int how, is_named;
+} last_ranks[] = {{"one", "02", "", "exec sh", "700", STOPPED, 1},
+                  {"two", "1", "", "exec sh", "700", STOPPED, 1},
+                  {"child", "12", "", "sh", "700", STOPPED, 1},
+                  {"continued", "01", "", "exec sh", "600000", CONTINUED, 1},
+                  {"all", "", "", "exec sh", "1", CONTINUED, 0},
+                  {"another_runs", "0", "2", "exec sh", "1", CONTINUED, 0},
+                  {"debugged", "12", "", "exec sh", "1", DEBUGGED, 0}};
+TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLOW) {
+    char script[600], word[16], text[300];
+    pid_t left[3], ends[3];
+    int num_left = 0, num_ends = 0, first = -1;
+    setenv("FSDP_TIMEOUT_MS", row->timeout_ms, 1);
+    setenv("DIR", h_tmpdir(), 1);
+    snprintf(script, sizeof script,
+             "echo keeper=$PPID,; %s -c 'echo rank$RANK=$$,; case -%s in *$RANK*) f=go;; *) "
+             "f=end;; esac; while ! test -e $DIR/$f; do sleep 0.02; done'; exit $?",
+             row->shell, row->ends);
+    pid_t pid = start("-n3", "sh", "-c", script, (const char *)NULL);
+    read_until("rank", 3);
+    const pid_t keeper = number_behind("keeper=");
+    for (int r = 0; r < 3; r++) {
+        snprintf(word, sizeof word, "%d", r);
+        const int is_left = !strstr(row->ends, word), runs = strstr(row->runs, word) != NULL;
+        snprintf(word, sizeof word, "rank%d=", r);
+        const pid_t rank = number_behind(word);
+        if (!is_left) ends[num_ends++] = rank;
+        if (!is_left || runs) continue;
+        left[num_left++] = rank;
+        if (first < 0) first = r;
+        if (row->how != DEBUGGED) stop(rank);
+        else if (ptrace(PTRACE_ATTACH, rank, NULL, NULL)) SKIP("no process can be debugged here");
+        else CHECK_EQ_INT(waitpid(rank, NULL, __WALL), rank);
+    }
+    go();
+    for (int k = 0; k < num_ends; k++)
+        while (state_of(ends[k]) != 'X') usleep(1000);
+    snprintf(text, sizeof text, "[E495] rank %d (process %ld) is stopped, and all other ranks",
+             first, (long)left[0]);
+    if (row->is_named) read_until(text, 1);
+    else await_waits(keeper, 4);
+    close(open(strcat(strcpy(script, getenv("DIR")), "/end"), O_CREAT | O_WRONLY, 0600));
+    for (int k = 0; k < num_left && row->how == CONTINUED; k++) kill(left[k], SIGCONT);
+    if (row->how == DEBUGGED) CHECK_EQ_INT(ptrace(PTRACE_DETACH, left[0], NULL, NULL), 0);
+    CHECK_EQ_INT(finish(pid), row->how == STOPPED);
+    CHECK_EQ_INT(count("[E495]"), row->is_named);
+    CHECK_EQ_INT(count("[E497]"), row->how == STOPPED);
+    CHECK_EQ_INT(count("[E565]"), 0);
+    snprintf(text, sizeof text, "[E497] rank %d (process %ld) has been stopped for 0.7 s", first,
+             (long)left[0]);
+    if (row->how == STOPPED) says(text);
+}
+
 /* Has this process such a signal, which it has not taken yet? */
 static int is_pending(pid_t pid, int sig) {
     char path[64], line[128];
@@ -1821,4 +1916,58 @@ TEST_P(fsdprun, the_end_of_another_node, ends_of_others) {
     snprintf(text, sizeof text, "fsdprun: [E565] rank %d (process %ld) is stopped: ", row->node,
              (long)rank);
     CHECK_EQ_INT(count(text), row->is_stopped);
+}
+
+/* The ranks of the other node, which this process is, end well, and the rank of this one is stopped.
+   Without restarts the other node leaves, otherwise it waits. */
+static const struct {
+    const char *name, *restarts;
+    int node;
+} left_nodes[] = {{"node_0", "0", 0},
+                  {"node_1", "0", 1},
+                  {"node_0/restarts", "1", 0},
+                  {"node_1/restarts", "1", 1}};
+TEST_P(fsdprun, only_a_stopped_rank_is_left_of_two_nodes, left_nodes,
+       *row->restarts == '0' ? 0 : SLOW) {
+    char text[200], key[32];
+    size_t bytes;
+    const int waits = *row->restarts != '0', other = !row->node;
+    fsdpi_failure failure;
+    fsdpi_store *store = NULL;
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", waits ? "6000" : "700", 1); /* nodes meet within it */
+    pid_t pid = start_node_with(row->node, "1", row->restarts, "sh", until_go());
+    if (waits) {
+        store = join_as_node(other);
+        snprintf(key, sizeof key, "count.%d", other);
+        CHECK_OK(fsdpi_store_set(store, key, "0 ", 2));
+        snprintf(key, sizeof key, "agreed.%d", other);
+        CHECK_OK(fsdpi_store_set(store, key, "", 0));
+    }
+    read_until("start=0", 1);
+    snprintf(text, sizeof text, "rank%d.0=", row->node);
+    const pid_t rank = number_behind(text);
+    stop(rank);
+    if (!waits) store = join_as_node(other);
+    snprintf(key, sizeof key, "keeper%d=", row->node);
+    await_waits(number_behind(key), 12);
+    CHECK_EQ_INT((read_output(), count("[E495]")), 0); /* the other node runs */
+    snprintf(key, sizeof key, "done.%d", other);
+    if (waits) CHECK_OK(fsdpi_store_set(store, key, "", 0));
+    else fsdpi_store_close(store);
+    snprintf(text, sizeof text, "[E497] rank %d (process %ld) has been stopped for %s s", row->node,
+             (long)rank, waits ? "6.0" : "0.7");
+    if (waits) { /* the other node learns why all are started again */
+        bytes = 0;
+        CHECK_STATUS(fsdpi_store_get(store, "never", key, sizeof key, &bytes, 60000000000),
+                     FSDP_ERR_ABORTED);
+        CHECK(fsdpi_store_failure(store, &failure));
+        CHECK_EQ_INT(strncmp(failure.reason, text, strlen(text)), 0);
+        fsdpi_store_close(store);
+    }
+    CHECK_EQ_INT(finish(pid), 1);
+    says(text);
+    CHECK_EQ_INT(count("[E497]"), 1 + waits); /* E563 repeats it */
+    CHECK_EQ_INT(count("[E560]"), waits);
 }
