@@ -4,7 +4,7 @@
    fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
    more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PROOF_NS.
    Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
-     fsdp_store.h (fsdpi_store_after) and 1 other file.
+     fsdp_store.h (fsdpi_store_after) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -1,7 +1,7 @@
 /* fsdp_store_frames.h - the frames of the protocol, and queues of bytes to read or write
 
    Callers: fsdp_store.h (fsdpi_le_put), fsdp_store_core.h (fsdpi_le_put), fsdp_gloo.h
-     (fsdpi_le_put) and 2 other files.
+     (fsdpi_le_put) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
