@@ -102,7 +102,7 @@ static void fsdpi_conn_break(fsdpi_conn *conn, fsdp_status status, const char *w
 static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
     conn->state = FSDPI_CONN_ENDING;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_FAREWELL);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_CLOSE_NS);
 }
 
 static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
@@ -606,7 +606,7 @@ static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }
 
-static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
+static void fsdpi_store_core_say_closing(fsdpi_store_core *core, int64_t now) {
     fsdpi_store_core_push(core, FSDPI_STORE_CLOSING, NULL, 0);
     core->closing = 1;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next)

@@ -45,7 +45,7 @@
 #include <unistd.h>     // fork, execvp
 
 enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500, COUNT_BYTES = 12 };
-enum { MOMENT_MS = 100, LOOK_MS = 1000, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000 };
+enum { MOMENT_MS = 100, LOOK_MS = 1000, GRACE_MS = 1000, ASKED_MS = 30000, HUNG_MS = 10000 };
 enum { NODES_MS = 2000 };
 #define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
@@ -483,9 +483,9 @@ static pid_t signal_those(const job *j, int sig, int far) {
 
 static pid_t signal_all(const job *j, int sig) { return signal_those(j, sig, 0); }
 
-static void complain_of_stuck(pid_t pid) {
+static void complain_of_hung(pid_t pid) {
     complain("[E546] process %ld was killed, and the system has not ended it within %d s",
-             (long)pid, STUCK_MS / 1000);
+             (long)pid, HUNG_MS / 1000);
 }
 
 // Returns the local rank that had this process id, and forgets the id; -1: an adopted process.
@@ -505,8 +505,8 @@ static void kill_rest(job *j) {
         nanosleep(&slice, NULL);
         while ((pid = waitpid(-1, NULL, WNOHANG)) > 0) forget(j, pid);
         if (pid < 0) return;
-        if (now_ms() - begin < STUCK_MS) continue;
-        complain_of_stuck(first);
+        if (now_ms() - begin < HUNG_MS) continue;
+        complain_of_hung(first);
         return;
     }
 }
@@ -740,8 +740,8 @@ static int go_on_ending(job *j) {
                  grace_ms(j) / 1000, (long)first);
     if (!j->killed_at) j->killed_at = now;
     j->kill_at = now + MOMENT_MS;
-    if (now - j->killed_at < STUCK_MS) return 0;
-    return complain_of_stuck(first), 1;
+    if (now - j->killed_at < HUNG_MS) return 0;
+    return complain_of_hung(first), 1;
 }
 
 static void pass_on(job *j, int sig, const siginfo_t *info) {

@@ -643,7 +643,7 @@ TEST_P(store_refused, other_world_size, wheres) {
 }
 
 /* Process 3 claims a world of 4 when the three are at work: it is refused, and they continue. */
-static void stranger(int process, int world, void *arg) {
+static void wrong_size(int process, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     (void)world;
@@ -662,7 +662,7 @@ static void stranger(int process, int world, void *arg) {
     leave(&c, s, 3);
 }
 TEST_P(store_refused, other_world_size_of_another_job, wheres) {
-    run(make_setup(row->at, 4, row->threads, 5000), stranger);
+    run(make_setup(row->at, 4, row->threads, 5000), wrong_size);
 }
 
 /* Processes 1 and 2 both claim to be rank 1: the second one is refused. Then rank 2 arrives. */
@@ -2289,7 +2289,7 @@ static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *va
 }
 
 /* Checks one whole frame of the core. */
-static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
+static void fuzz_frame(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
     int op = (int)number_at(at + 4, 2), flags = (int)number_at(at + 6, 2);
     uint32_t id = (uint32_t)number_at(at + 8, 4);
     const unsigned char *value = at + HEADER;
@@ -2358,7 +2358,7 @@ static void fuzz_drain(fuzz *f, fuzz_conn *c, size_t most) {
             CHECK_MSG(size <= F_PENDING - HEADER, "a frame of %llu bytes",
                       (unsigned long long)size);
             if (c->out_size - at < HEADER + size) break;
-            fuzz_told(f, c, c->out + at, (size_t)size);
+            fuzz_frame(f, c, c->out + at, (size_t)size);
             at += HEADER + (size_t)size;
         }
         memmove(c->out, c->out + at, c->out_size - at);
@@ -2573,7 +2573,7 @@ static void fuzz_inputs(int64_t inputs, uint64_t seed) {
             if (!dice(f, 50)) fuzz_check(f);
         }
         if (dice(f, 2)) {
-            fsdpi_store_core_farewell(&f->core, f->now);
+            fsdpi_store_core_say_closing(&f->core, f->now);
             for (int i = 0; i < F_CONNS; i++)
                 if (f->conns[i].conn && f->conns[i].conn->state != FSDPI_CONN_BROKEN)
                     fuzz_drain(f, &f->conns[i], SIZE_MAX);

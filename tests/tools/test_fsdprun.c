@@ -126,7 +126,7 @@ static void read_until(const char *part, int times) {
 }
 
 /* Returns the number after a word of the output. */
-static pid_t number_behind(const char *word) {
+static pid_t number_after(const char *word) {
     const char *at = strstr(output, word);
     CHECK_MSG(at != NULL, "\"%s\" does not say \"%s\"", output, word);
     return (pid_t)atoi(at + strlen(word));
@@ -369,14 +369,14 @@ TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
              h_tmpdir());
     pid_t pid = start("-n", "4", "sh", "-c", script, (const char *)NULL);
     read_until("keeper", 4);
-    const pid_t keeper = number_behind("keeper=");
+    const pid_t keeper = number_after("keeper=");
     CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
     while (state_of(keeper) != 'T') usleep(1000);
     go();
     for (int r = 0; r < 4; r++) {
         char word[16];
         snprintf(word, sizeof word, "rank%d=", r);
-        while (state_of(number_behind(word)) != 'Z') usleep(1000);
+        while (state_of(number_after(word)) != 'Z') usleep(1000);
     }
     CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
@@ -533,7 +533,7 @@ TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes, strstr(row->script, "
 TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes,
        strstr(row->script, "trap") ? SLOW : 0) {
     pid_t pid = start_shape((int)(row - shapes), "1");
-    kill(number_behind("keeper="), SIGKILL);
+    kill(number_after("keeper="), SIGKILL);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
     says("which looks after the ranks, was killed by signal 9");
 }
@@ -612,16 +612,16 @@ TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
 TEST(fsdprun, other_processes_stay) {
     static const char *const words[] = {"sh", "-c",
                                         "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
-                                        "echo stranger=$!,; exec \"$@\"",
+                                        "echo other=$!,; exec \"$@\"",
                                         "sh", NULL};
     in_front = words;
     pid_t pid = start("-n", "1", "sh", "-c", "echo keeper=$PPID,; sleep 1000", (const char *)NULL);
     read_until("keeper=", 1);
-    kill(number_behind("keeper="), SIGKILL);
+    kill(number_after("keeper="), SIGKILL);
     int status;
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 128 + SIGKILL);
-    CHECK_EQ_INT(kill(number_behind("stranger="), SIGKILL), 0);
+    CHECK_EQ_INT(kill(number_after("other="), SIGKILL), 0);
 }
 
 static const struct {
@@ -632,7 +632,7 @@ static const struct {
     {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
     {"no_number_as_mpirun", {"-np", "two", "true"}, "-n 'two'", 2},
     {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
-    {"nothing_behind", {"-n"}, "-n ''", 2},
+    {"nothing_after", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
     {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
     {"restarts", {"--max-restarts=-1", "true"}, "--max-restarts '-1': expected a number from 0", 2},
@@ -773,7 +773,7 @@ TEST_P(fsdprun, does_not_come_back, for_good) {
                               "while :; do sleep 0.05; done",
                       (const char *)NULL);
     read_until("ready", 2);
-    kill(row->of_keeper ? number_behind("keeper=") : pid, row->sig);
+    kill(row->of_keeper ? number_after("keeper=") : pid, row->sig);
     if (row->status >= 0) CHECK_EQ_INT(finish(pid), row->status);
     else CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
     CHECK(is_gone(pid, 20000));
@@ -1066,13 +1066,13 @@ static const char reads[] = "test $RANK = 1 && { echo other=$$,; exec sleep 1000
 TEST(fsdprun, a_terminal_rules_it, SLOW) {
     start_shell(reads);
     shows("reader=", 1), shows("other=", 1);
-    const pid_t other = number_behind("other=");
+    const pid_t other = number_after("other=");
     type_keys("one\n");
     shows("got-one", 1);
     type_keys("\x1a"); /* Ctrl-Z stops all */
     CHECK(WIFSTOPPED(next_change()));
     while (state_of(other) != 'T') usleep(1000);
-    while (state_of(number_behind("reader=")) != 'T') usleep(1000);
+    while (state_of(number_after("reader=")) != 'T') usleep(1000);
     CHECK_EQ_INT(write(orders[1], "f", 1), 1);
     type_keys("two\n");
     shows("got-two", 1);
@@ -1306,7 +1306,7 @@ TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
     read_until("rank", 4);
     for (int r = 1; r <= row->stopped; r++) {
         snprintf(word, sizeof word, "rank%d=", r);
-        stop(number_behind(word));
+        stop(number_after(word));
     }
     go();
     CHECK_EQ_INT(finish(pid), 5);
@@ -1314,7 +1314,7 @@ TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
     if (!row->stopped) return;
     snprintf(
         text, sizeof text, "[E565] rank 1 (process %ld) is stopped%s: it may be what the others",
-        (long)number_behind("rank1="), row->stopped > 1 ? ", and so are 1 more of this node" : "");
+        (long)number_after("rank1="), row->stopped > 1 ? ", and so are 1 more of this node" : "");
     says(text);
 }
 
@@ -1327,7 +1327,7 @@ TEST(fsdprun, a_stopped_child_of_a_rank_is_named) {
                       "exit 5; fi; sh -c 'echo inner=$$; exec sleep 1000'; true",
                       (const char *)NULL);
     read_until("inner=", 1);
-    const pid_t inner = number_behind("inner=");
+    const pid_t inner = number_after("inner=");
     stop(inner);
     go();
     CHECK_EQ_INT(finish(pid), 5);
@@ -1379,12 +1379,12 @@ TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLO
              row->shell, row->ends);
     pid_t pid = start("-n3", "sh", "-c", script, (const char *)NULL);
     read_until("rank", 3);
-    const pid_t keeper = number_behind("keeper=");
+    const pid_t keeper = number_after("keeper=");
     for (int r = 0; r < 3; r++) {
         snprintf(word, sizeof word, "%d", r);
         const int is_left = !strstr(row->ends, word), runs = strstr(row->runs, word) != NULL;
         snprintf(word, sizeof word, "rank%d=", r);
-        const pid_t rank = number_behind(word);
+        const pid_t rank = number_after(word);
         if (!is_left) ends[num_ends++] = rank;
         if (!is_left || runs) continue;
         left[num_left++] = rank;
@@ -1442,8 +1442,8 @@ TEST_P(fsdprun, a_stopped_keeper_is_named, stopped_keepers) {
              row->fails);
     pid_t pid = start("-n2", "sh", "-c", text, (const char *)NULL);
     read_until("keeper=", 2);
-    const pid_t keeper = number_behind("keeper=");
-    const pid_t ranks[] = {number_behind("rank0="), number_behind("rank1=")};
+    const pid_t keeper = number_after("keeper=");
+    const pid_t ranks[] = {number_after("rank0="), number_after("rank1=")};
     stop(keeper);
     for (int r = 1; r >= 0; r--) {
         snprintf(path, sizeof path, "%s/go%d", h_tmpdir(), r);
@@ -1629,7 +1629,7 @@ TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
     char text[80];
     start_nodes(nodes, "60000");
     snprintf(text, sizeof text, "rank%d.0=", row->rank);
-    CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+    CHECK_EQ_INT(kill(number_after(text), SIGKILL), 0);
     end_second_start(nodes);
     snprintf(text, sizeof text, "fsdprun: [E541] rank %d (process ", row->rank);
     says(text);
@@ -1647,7 +1647,7 @@ static const struct {
 static void kill_node(int node, int of_keeper, pid_t *nodes) {
     char text[80];
     snprintf(text, sizeof text, "keeper%d=", node);
-    CHECK_EQ_INT(kill(of_keeper ? number_behind(text) : nodes[node], SIGKILL), 0);
+    CHECK_EQ_INT(kill(of_keeper ? number_after(text) : nodes[node], SIGKILL), 0);
     CHECK_EQ_INT(waitpid(nodes[node], NULL, 0), nodes[node]);
     CHECK(is_gone(nodes[node], 20000));
     snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", node);
@@ -1686,7 +1686,7 @@ TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
         snprintf(text, sizeof text, "start=%d", start);
         read_until(text, 4);
         snprintf(text, sizeof text, "rank%d.%d=", 2 * !row->node, start); /* the other node */
-        CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+        CHECK_EQ_INT(kill(number_after(text), SIGKILL), 0);
     }
     for (int k = 0; k < 2; k++) CHECK(finish(nodes[k]) != 0);
     snprintf(text, sizeof text, "The first failure: [E557] the fsdprun of node %d", row->node);
@@ -1770,7 +1770,7 @@ TEST_P(fsdprun, a_stopped_node_is_named, stopped_nodes, SLOW) {
     char text[100];
     start_nodes(nodes, "4000");
     snprintf(text, sizeof text, "keeper%d=", row->node);
-    const pid_t keeper = number_behind(text);
+    const pid_t keeper = number_after(text);
     stop(keeper);
     go();
     snprintf(text, sizeof text, "[E562] the fsdprun of node %d has given no sign of life",
@@ -1801,7 +1801,7 @@ TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
                               "test $GROUP_RANK.$FSDP_RESTART_COUNT = 1.0 || exit 0;"
                               "while ! test -e $DIR/go; do sleep 0.02; done; exit 5");
     read_until("start=0", 4);
-    while (state_of(number_behind("rank0=")) != 'X' || state_of(number_behind("rank1=")) != 'X')
+    while (state_of(number_after("rank0=")) != 'X' || state_of(number_after("rank1=")) != 'X')
         usleep(1000);
     go();
     end_second_start(nodes);
@@ -1898,7 +1898,7 @@ TEST_P(fsdprun, the_end_of_another_node, ends_of_others) {
     pid_t pid = start_node_with(row->node, "1", "0", "sh", until_go());
     read_until("start=0", 1);
     snprintf(text, sizeof text, "rank%d.0=", row->node);
-    const pid_t rank = number_behind(text);
+    const pid_t rank = number_after(text);
     if (row->is_stopped) stop(rank);
     fsdpi_store *store = join_as_node(!row->node);
     if (row->end == FAILS) fsdpi_store_abort(store, FSDP_ERR_ABORTED, "", "[E541] of the test");
@@ -1947,11 +1947,11 @@ TEST_P(fsdprun, only_a_stopped_rank_is_left_of_two_nodes, left_nodes,
     }
     read_until("start=0", 1);
     snprintf(text, sizeof text, "rank%d.0=", row->node);
-    const pid_t rank = number_behind(text);
+    const pid_t rank = number_after(text);
     stop(rank);
     if (!waits) store = join_as_node(other);
     snprintf(key, sizeof key, "keeper%d=", row->node);
-    await_waits(number_behind(key), 12);
+    await_waits(number_after(key), 12);
     CHECK_EQ_INT((read_output(), count("[E495]")), 0); /* the other node runs */
     snprintf(key, sizeof key, "done.%d", other);
     if (waits) CHECK_OK(fsdpi_store_set(store, key, "", 0));
