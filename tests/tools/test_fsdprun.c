@@ -1399,7 +1399,14 @@ TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLO
     snprintf(text, sizeof text, "[E495] rank %d (process %ld) is stopped, and all other ranks",
              first, (long)left[0]);
     if (row->is_named) read_until(text, 1);
-    else await_waits(keeper, 4);
+    else {
+        char path[64];
+        snprintf(path, sizeof path, "/proc/%ld/fd", (long)keeper);
+        await_waits(keeper, 1);
+        const int fds = h_entries(path);
+        await_waits(keeper, 4);
+        CHECK_EQ_INT(h_entries(path), fds);
+    }
     close(open(strcat(strcpy(script, getenv("DIR")), "/end"), O_CREAT | O_WRONLY, 0600));
     for (int k = 0; k < num_left && row->how == CONTINUED; k++) kill(left[k], SIGCONT);
     if (row->how == DEBUGGED) CHECK_EQ_INT(ptrace(PTRACE_DETACH, left[0], NULL, NULL), 0);
@@ -1410,6 +1417,18 @@ TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLO
     snprintf(text, sizeof text, "[E497] rank %d (process %ld) has been stopped for 0.7 s", first,
              (long)left[0]);
     if (row->how == STOPPED) says(text);
+}
+
+/* Such an end is a failure as others: the ranks are started again, and at last named. */
+TEST(fsdprun, a_rank_is_stopped_in_each_start, SLOW) {
+    setenv("FSDP_TIMEOUT_MS", "300", 1);
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts=1", "sh", "-c",
+                     STARTED "test $RANK = 0 || { kill -STOP $$; sleep 1000; }"),
+                 1);
+    check_starts(2);
+    CHECK_EQ_INT(count("[E561]"), 1);
+    CHECK_EQ_INT(count("The first failure: [E497] rank 1 (process "), 1);
+    CHECK_EQ_INT(count("[E497]"), 3);
 }
 
 /* Has this process such a signal, which it has not taken yet? */
