@@ -456,6 +456,80 @@ TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
     }
 }
 
+/* Checks that the output is one JSON object, by its braces, brackets and quotes. */
+static void check_json(void) {
+    char open[64];
+    int depth = 0, in_text = 0;
+    for (const char *c = output; *c; c++) {
+        CHECK_MSG(depth || c == output || *c == '\n', "after its end: %s", c);
+        if (in_text && *c == '\\') c++;
+        else if (*c == '"') in_text = !in_text;
+        else if (!in_text && strchr("{[", *c) && depth < 64) open[depth++] = *c == '{' ? '}' : ']';
+        else if (!in_text && strchr("}]", *c))
+            CHECK_MSG(depth && open[--depth] == *c, "%s", output);
+    }
+    CHECK_MSG(!depth && !in_text, "%s", output);
+}
+
+TEST(fsdptrace, json, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400];
+    make_files(dir, sizeof dir);
+    for (int failed = 0; failed < 2; failed++) {
+        CHECK_EQ_INT(hang(dir, "--json"), 1);
+        check_json();
+        CHECK_EQ_INT(says("\"failure\": {\"rank\": 3, \"text\": "), failed);
+        read_record(dir, 3, &r);
+        r.state = FSDPI_FLIGHT_FAILED, r.status = FSDP_ERR_TIMEOUT, r.ended_ns = r.opened_ns;
+        snprintf(r.failure, sizeof r.failure, "a \"text\" {");
+        write_record(dir, 3, &r);
+    }
+}
+
+/* Texts that fill their field, without an end: no byte after the field is shown. */
+TEST(fsdptrace, texts_without_an_end, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], text[sizeof r.op[0].what];
+    make_files(dir, sizeof dir);
+    memset(text, 'y', sizeof text);
+    for (int last = 0; last < 2; last++) {
+        for (int k = 0; k < RANKS; k++) { /* its last operation: the first entry, or the last one */
+            read_record(dir, k, &r);
+            const uint32_t at = (uint32_t)(r.begun - 1) % FSDPI_FLIGHT_OPS;
+            const uint32_t to = last ? FSDPI_FLIGHT_OPS - 1 : 0;
+            r.op[to] = r.op[at];
+            if (to != at) r.op[at].number = 0;
+            r.op[to].number = 1 + FSDPI_FLIGHT_OPS + to, r.begun = r.op[to].number;
+            memcpy(r.op[to].what, text, sizeof text);
+            if (!last) memset(&r.op[1].begin_ns, 'y', sizeof r.op[1].begin_ns);
+            memset(r.backend, 'b', sizeof r.backend);
+            memcpy(r.call_what, text, sizeof text);
+            write_record(dir, k, &r);
+        }
+        (void)hang(dir, "--after 0");
+        text[sizeof text - 1] = 0;
+        CHECK_MSG(says(text) && says(" of '"), "%s", output);
+        CHECK_MSG(says(" over bbbbbbbbbbbbbbb, 4 ranks"), "%s", output);
+        text[sizeof text - 1] = 'y';
+        for (const char *c = output; (c = strchr(c, 'y')); c += strspn(c, "y"))
+            CHECK_MSG(strspn(c, "y") < sizeof text, "%s", output);
+    }
+}
+
+/* A world of one rank needs no name. */
+TEST(fsdptrace, a_job_without_a_name, NO(GLOO | NCCL)) {
+    char dir[400];
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    d.flight_record = dir;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_EQ_STR(w->job, "");
+    CHECK_EQ_INT(hang(dir, ""), 0);
+    CHECK_MSG(says("job 'job' over ") && says(", 1 rank. Processes: 1 run"), "%s", output);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
 /* The id identifies the files of one run, whatever the hosts' clocks are. */
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
