@@ -979,7 +979,7 @@ int accept_from(int listener, const struct sockaddr_in &pair) {
         if (fd >= 0) (void)close(fd);
         else if (errno != EINTR && errno != ECONNABORTED) throw_errno("accept");
     }
-    throw std::runtime_error("accept: too many strangers call");
+    throw std::runtime_error("accept: too many untrusted peers");
 }
 
 /* Connects a pair with the peer's socket. Gloo makes its connections itself, and accepts any caller

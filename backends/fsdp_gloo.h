@@ -1482,7 +1482,7 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
 /* Runs the close handshake: sends a close message, and waits for those of the other members, which
    shows that the last messages have arrived. The wait is short, as a member may work for longer or
    keep the group open. */
-static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
+static void fsdpi_gloo_close_handshake(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     const fsdp_boot *boot = c->base.boot;
     int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_CLOSE_NS;
@@ -1508,7 +1508,7 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
 static void fsdpi_gloo_leave(fsdpi_comm *base) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
-    if (c->messages && !c->closed && !fsdpi_gloo_failed(c)) fsdpi_gloo_goodbye(c);
+    if (c->messages && !c->closed && !fsdpi_gloo_failed(c)) fsdpi_gloo_close_handshake(c);
     fsdpi_lock(&w->lock);
     fsdpi_gloo_comm **link = &w->comms;
     while (*link && *link != c) link = &(*link)->next;

@@ -1532,7 +1532,7 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
 }
 
 // Runs the close handshake of a comm. Returns 1 if all its members close it.
-static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
+static int fsdpi_nccl_close_handshake(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     if (w->close_ns <= 0 || c->base.size == 1) return c->base.size == 1;
     int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->close_ns;
@@ -1550,7 +1550,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     int ends = c->nccl != NULL;
     fsdpi_unlock(&w->lock);
     ends = ends && w->base.store && !fsdpi_nccl_failed(w) &&
-           !fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
+           !fsdpi_boot_is_hung(fsdpi_nccl_boot(w)) && fsdpi_nccl_close_handshake(c);
     if (w->base.store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on the monitor does not use it

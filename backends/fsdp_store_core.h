@@ -4,7 +4,7 @@
    fsdpi_store_core_disconnect frees a connection; a connection without proof of the token costs no
    more than its struct and FSDPI_STORE_FIRST bytes, for FSDPI_STORE_PROOF_NS.
    Callers: fsdp_store_server.h (fsdpi_store_core_evict), fsdp_nccl.h (fsdpi_store_after),
-     fsdp_store.h (fsdpi_store_after) and 1 other file.
+     fsdp_store.h (fsdpi_store_after) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -102,7 +102,7 @@ static void fsdpi_conn_break(fsdpi_conn *conn, fsdp_status status, const char *w
 static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
     conn->state = FSDPI_CONN_ENDING;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_FAREWELL);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_CLOSE_NS);
 }
 
 static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
@@ -606,7 +606,7 @@ static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }
 
-static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
+static void fsdpi_store_core_say_closing(fsdpi_store_core *core, int64_t now) {
     fsdpi_store_core_push(core, FSDPI_STORE_CLOSING, NULL, 0);
     core->closing = 1;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next)

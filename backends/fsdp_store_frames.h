@@ -1,7 +1,7 @@
 /* fsdp_store_frames.h - the frames of the protocol, and queues of bytes to read or write
 
    Callers: fsdp_store.h (fsdpi_le_put), fsdp_store_core.h (fsdpi_le_put), fsdp_gloo.h
-     (fsdpi_le_put) and 2 other files.
+     (fsdpi_le_put) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -31,13 +31,13 @@
 #define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // bytes of all entries of a store
 #define FSDPI_STORE_OUT_MAX     (3 * FSDPI_STORE_VALUE_MAX) // bytes that one client has not read
 #define FSDPI_STORE_WAITS_MAX   64                          // open GETs of one client
-#define FSDPI_STORE_STRANGERS   64                          // connections that are not ranks'
+#define FSDPI_STORE_UNTRUSTED   64                          // connections that are not ranks'
 #define FSDPI_STORE_BUCKETS     1024
 #define FSDPI_STORE_PORTS       17                    // ports that are tried
 #define FSDPI_STORE_PROOF_NS    ((int64_t)5000000000) // for an untrusted peer to prove itself
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a server to prove itself
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for BYE to be sent
-#define FSDPI_STORE_FAREWELL    ((int64_t)1000000000) // for CLOSING to be read: TCP may resend it
+#define FSDPI_STORE_CLOSE_NS    ((int64_t)1000000000) // for CLOSING to be read: TCP may resend it
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a failure to be pushed back
 #define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that connect after one is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)

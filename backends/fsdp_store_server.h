@@ -166,8 +166,8 @@ static void *fsdpi_store_server_main(void *arg) {
     // No new connections; then CLOSING, and time for clients to read it.
     (void)close(server->listener);
     server->listener = -1;
-    now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_FAREWELL;
-    fsdpi_store_core_farewell(&server->core, now);
+    now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_CLOSE_NS;
+    fsdpi_store_core_say_closing(&server->core, now);
     for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
         after = conn->next;
         fsdpi_store_server_move(server, conn, 0, now);
@@ -255,7 +255,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     server->allocator = *a;
     server->clock = d->boot.clock;
     server->listener = listener;
-    server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
+    server->max_conns = 2 * d->boot.size + FSDPI_STORE_UNTRUSTED;
     server->place = *place;
     server->wake = fsdpi_event();
     server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *

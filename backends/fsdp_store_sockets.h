@@ -1,7 +1,7 @@
 /* fsdp_store_sockets.h - addresses and sockets, which do not block
 
    Callers: fsdp_store_server.h (fsdpi_store_set_port), fsdp_store.h (fsdpi_store_flush),
-     fsdp_gloo.h (fsdpi_store_prompt) and 1 other file.
+     fsdp_gloo.h (fsdpi_store_prompt) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

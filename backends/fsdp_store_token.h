@@ -2,7 +2,7 @@
 
    SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
    Callers: fsdp_store_frames.h (fsdpi_sha256_add), fsdp_gloo.h (fsdpi_store_token), fsdp_store.h
-     (fsdpi_store_token) and 1 other file.
+     (fsdpi_store_token) and others.
 
    A part of fsdp_store.h, which has the protocol.
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

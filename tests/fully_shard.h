@@ -1140,7 +1140,7 @@ FS_FN void fs_on_ranks(const fs_conf *c, void (*body)(lab_rank *r), void *arg) {
 }
 
 /* The library's training beside a story that may have been told for several. */
-FS_FN void fs_train_beside(const fs_conf *c, const fs_story *told) {
+FS_FN void fs_train_and_compare(const fs_conf *c, const fs_story *told) {
     const int f16 = c->reduce == FSDP_F16 || (!c->reduce && c->param == FSDP_F16);
     fs_story *own = f16 && told->plain != c->plain ? fs_tell(c) : NULL;
     fs_job j = {c, own ? own : told};
@@ -1150,7 +1150,7 @@ FS_FN void fs_train_beside(const fs_conf *c, const fs_story *told) {
 /* Both trainings, and the comparison. */
 FS_FN void fs_train(const fs_conf *c) {
     fs_story *s = fs_tell(c);
-    fs_train_beside(c, s);
+    fs_train_and_compare(c, s);
     fs_story_free(s, c);
 }
 

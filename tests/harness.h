@@ -418,7 +418,7 @@ H_FN void h_dump(FILE *log, FILE *to, const char *prefix) {
 }
 
 /* Returns a text that says why a process ended wrongly; NULL: it did not. */
-H_FN const char *h_verdict(int status, int state, char *text, size_t size) {
+H_FN const char *h_why_failed(int status, int state, char *text, size_t size) {
     if (state == H_DIES) return NULL;
     if (WIFSIGNALED(status))
         snprintf(text, size, "signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
@@ -444,7 +444,7 @@ H_FN int h_ranks_wait(int world, pid_t *pid, int *status) {
                 continue;
             }
             pid[r] = 0;
-            if (!h_verdict(status[r], h_shared->state[r + 1], text, sizeof text)) continue;
+            if (!h_why_failed(status[r], h_shared->state[r + 1], text, sizeof text)) continue;
             if (culprit < 0 || (!hard && WIFSIGNALED(status[r]))) culprit = r;
             hard = hard || WIFSIGNALED(status[r]);
         }
@@ -491,7 +491,7 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
     if (culprit >= 0) {
         if (WIFEXITED(status[culprit]) && WEXITSTATUS(status[culprit]) == H_EXIT_SKIPPED)
             _exit(H_EXIT_SKIPPED);
-        h_verdict(status[culprit], h_shared->state[culprit + 1], text, sizeof text);
+        h_why_failed(status[culprit], h_shared->state[culprit + 1], text, sizeof text);
         h_fail(file, line, "h_ranks_proc", "rank %d of %d failed first: %s", culprit, world, text);
     }
     if (late[0]) {
@@ -654,7 +654,7 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
         snprintf(text, sizeof text, "timed out after %g s", t->seconds * mult);
         bad = text;
     } else {
-        bad = h_verdict(status, h_shared->state[0], text, sizeof text);
+        bad = h_why_failed(status, h_shared->state[0], text, sizeof text);
     }
     length = h_shared->notes_length < H_NOTES_MAX ? h_shared->notes_length : H_NOTES_MAX;
     h_shared->notes[length ? length - 1 : 0] = 0;

@@ -156,7 +156,7 @@ FS_FN void single_group(int how) {
             fs_conf c = fs_conf_by(how, &net, worlds[k]);
             fs_story *s = fs_tell(&c);
             for (c.direct_min = 0; c.direct_min < 2; c.direct_min++) /* packed, direct */
-                fs_train_beside(&c, s);
+                fs_train_and_compare(&c, s);
             fs_story_free(s, &c);
         }
 }
@@ -219,7 +219,7 @@ FS_FN void with_delays(int how, int big, int offload, int ahead) {
             fs_slow = delays[k];
             c.raf = how ? NEVER : reshards[i];
             c.lanes = (int)(i + k) % 3, c.prefetch = k & 1 ? FSDP_PREFETCH_ALWAYS : 0;
-            fs_train_beside(&c, s);
+            fs_train_and_compare(&c, s);
         }
     fs_story_free(s, &c);
 }
@@ -252,7 +252,7 @@ FS_FN void non_root(int how) {
         fs_conf c = fs_conf_by(how, &net, ranks);
         c.micro = child_alone, c.after = slow_optimizer, c.iters = 4;
         fs_story *s = fs_tell(&c);
-        for (c.raf = -1; c.raf <= (how ? -1 : 1); c.raf++) fs_train_beside(&c, s);
+        for (c.raf = -1; c.raf <= (how ? -1 : 1); c.raf++) fs_train_and_compare(&c, s);
         fs_story_free(s, &c);
     }
 }
@@ -335,7 +335,7 @@ FS_FN void explicit_prefetching(int how, int ranks) {
     for (int lanes = 0; lanes < 3; lanes++)
         for (int raf = -1; raf <= 1; raf++) {
             c.lanes = lanes, c.raf = raf;
-            fs_train_beside(&c, s);
+            fs_train_and_compare(&c, s);
         }
     fs_story_free(s, &c);
 }
@@ -357,7 +357,7 @@ FS_FN void shared_params(int how) {
     fs_conf c = fs_conf_by(how, &net, 4);
     fs_story *s = fs_tell(&c);
     for (c.raf = -1; c.raf <= (how ? -1 : 1); c.raf++)
-        for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_beside(&c, s);
+        for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_and_compare(&c, s);
     fs_story_free(s, &c);
 }
 /* ---- activation checkpointing ---------------------------------------------------------------- */
@@ -428,7 +428,7 @@ FS_FN void checkpointing(int how, int big) {
                           : n == 1 ? gathers_of_embeddings
                           : n == 2 ? gathers_of_tied
                                    : NULL;
-                fs_train_beside(&c, s);
+                fs_train_and_compare(&c, s);
             }
         fs_story_free(s, &c);
     }
@@ -510,7 +510,7 @@ FS_FN void accumulate(int how, fs_net *net, int replicas, int shards, int sync, 
         accumulate_expect(&c, &a);
         snprintf(name, sizeof name, "%s%s raf %d keep %d offload %d", sync_names[sync % PARTIAL],
                  sync & PARTIAL ? ", all-reduces only" : "", c.raf, a.keep, c.offload);
-        fs_train_beside(&c, s);
+        fs_train_and_compare(&c, s);
     }
     fs_story_free(s, &c);
 }
@@ -698,7 +698,7 @@ FS_FN void by_dtypes(int how, const dtypes *d, int replicas, int shards, int mic
             }
         for (size_t i = 0; i < COUNT(reshards); i++) { /* without shards: three times NEVER */
             c.raf = how ? NEVER : reshards[i], c.plain = i == 1, c.lanes = (int)i;
-            fs_train_beside(&c, s);
+            fs_train_and_compare(&c, s);
         }
     }
     fs_story_free(s, &c);

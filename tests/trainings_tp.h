@@ -295,11 +295,11 @@ FS_FN void tp_train(parallel *p, int64_t d, int iters) {
     for (int k = shards > 1 && !p->raf ? 0 : 2; k < 4; k++) {
         c.raf = p->raf ? p->raf : k & 1 || shards == 1 ? NEVER : ALWAYS;
         c.ac = shards > 1 && !p->raf ? k >> 1 : k & 1;
-        fs_train_beside(&c, s);
+        fs_train_and_compare(&c, s);
     }
     fs_story_free(s, &c);
 }
-FS_FN void train_beside_tp(parallel *p) {
+FS_FN void train_tp_and_compare(parallel *p) {
     static const int64_t dims[] = {3, 5, 16, 17};
     for (size_t i = 0; i < COUNT(dims); i++) tp_train(p, dims[i], W_SLOW ? 3 : FS_ITERS);
 }

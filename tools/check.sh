@@ -645,7 +645,7 @@ single_examples() { # DIGITS of their names
 
 list() {
     printf 'text.%s\n' toc docs functions columns code commands licence layers port extensions \
-        tests pragmas names orders english
+        tests pragmas names callers orders english
     echo errors && echo floors && echo report && echo mutations && echo single
     single_examples 019
     printf 'warnings.%s\n' clang g++ # those of gcc fail the builds in .ci/run

@@ -31,6 +31,9 @@
   pragmas    no pragma of a header stays in force after its include: pushes have pops, and what
              has none stands between FSDP_PRECISE_BEGIN and FSDP_PRECISE_END
   names      the library's names in docs/architecture.md exist, and the files
+  callers    the first comment of a file in src/ has "Callers:"; each file that it names uses a name
+             of this file; a function in parentheses is one, and the files before it, with only
+             commas or "and" between, use it
   orders     a word of a struct in src/core/, of shm and of local ranks that is used by atomic
              operations names their memory orders at the start of its comment
   english    comments and documents say after, next to, eagerly, again, inside ... in place of the
@@ -809,6 +812,44 @@ def check_tests():
 DIALECT = re.compile(
     r"(?<![\w`'./-])(?:behind|beside|by calls|so (?:many|long|often)(?! as\b| that\b)|anew|"
     r"inside of|an own|otherwise than|alike|seldom|in vain|mended)(?![\w`'(/-])")
+
+
+DEFINED = re.compile(r"^[^\s#/].*?\b(fsdpi?_\w+)\(|^[ \t]*#[ \t]*(?:define|undef) (\w+)|"
+                     r"^\}.*?(\w+);|^(?:typedef )?(?:struct|enum) (\w+) \{|"
+                     r"^typedef .*?(\w+)[;(]", re.M)
+FILE = r"[\w/]+\.(?:h|c|cc|cu)\b"
+
+
+def callers_named(path):
+    """Yields (name, file) of "Callers:": the file is said to use the name, None: any one. The file
+    None: the name is this file's."""
+    callers = re.search(r"\bCallers:\s(.*?)(?:\n\s*\n|\n +Source|\*/)", read(path), re.S)
+    text = " ".join(callers.group(1).split()) if callers else ""
+    yield from ((None, name) for name in re.findall(FILE, text))
+    for files, names in re.findall(rf"((?:{FILE}(?:, | and | |))*)\(([^)]*)\)", text):
+        for name in re.findall(r"\bfsdpi?_\w+", names):
+            yield name, None
+            yield from ((name, file) for file in re.findall(FILE, files))
+
+
+def check_callers():
+    words = lambda path: set(re.findall(r"\w+", code_of(path)))
+    for path in PARTS + PLAN + BACKENDS:
+        own = {name for names in DEFINED.findall(code_of(path)) for name in names if name}
+        for constants in re.findall(r"\benum\b[^{;]*\{(.*?)\}", code_of(path), re.S):
+            own.update(re.findall(r"\b[A-Z]\w+", constants))
+        if path.startswith("src/") and not re.search(r"\bCallers:\s", read(path).split("*/")[0]):
+            yield f"{path}: its first comment has no line Callers:"
+        for name, file in callers_named(path):
+            places = [os.path.join(folder, file or "")
+                      for folder in (os.path.dirname(path), "src", "backends", "")]
+            place = next(filter(os.path.isfile, places), None)
+            if name and not file and name not in own:
+                yield f"{path}: its comment says {name}, which it does not define"
+            if file and not place:
+                yield f"{path}: its callers name {file}, which does not exist"
+            if place and not words(place) & ({name} if name else own):
+                yield f"{path}: its comment says that {file} uses {name or 'a name of it'}"
 
 
 def prose_of(path):

@@ -45,7 +45,8 @@
 #include <unistd.h>     // fork, execvp
 
 enum { RANKS_MAX = 4096, NODES_MAX = 4096, PORT = 29500, COUNT_BYTES = 12 };
-enum { MOMENT_MS = 100, GRACE_MS = 1000, ASKED_MS = 30000, STUCK_MS = 10000, NODES_MS = 2000 };
+enum { MOMENT_MS = 100, LOOK_MS = 1000, GRACE_MS = 1000, ASKED_MS = 30000, HUNG_MS = 10000 };
+enum { NODES_MS = 2000 };
 #define KEEPER "rank-keeper" // what the keeper is called
 enum { EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
@@ -72,6 +73,8 @@ typedef struct job {
     int asked;                // the last signal that asked to end, or 0
     int done, first_done;     // ranks that ended with 0, and the first of them
     int failed, failed_how;   // the local rank that failed first, -1: none; its wait status
+    long looked_at;           // when look_for_stopped looked last
+    long stopped_ms;          // how long it has found that only stopped ranks are left
     pid_t failed_pid;         // its process id
     long failed_at;           // when a rank failed first
     int grace;                // seconds from TERM to KILL, -1: not said
@@ -480,9 +483,9 @@ static pid_t signal_those(const job *j, int sig, int far) {
 
 static pid_t signal_all(const job *j, int sig) { return signal_those(j, sig, 0); }
 
-static void complain_of_stuck(pid_t pid) {
+static void complain_of_hung(pid_t pid) {
     complain("[E546] process %ld was killed, and the system has not ended it within %d s",
-             (long)pid, STUCK_MS / 1000);
+             (long)pid, HUNG_MS / 1000);
 }
 
 // Returns the local rank that had this process id, and forgets the id; -1: an adopted process.
@@ -502,8 +505,8 @@ static void kill_rest(job *j) {
         nanosleep(&slice, NULL);
         while ((pid = waitpid(-1, NULL, WNOHANG)) > 0) forget(j, pid);
         if (pid < 0) return;
-        if (now_ms() - begin < STUCK_MS) continue;
-        complain_of_stuck(first);
+        if (now_ms() - begin < HUNG_MS) continue;
+        complain_of_hung(first);
         return;
     }
 }
@@ -598,22 +601,47 @@ static void keep_first(job *j, const char *text, int status) {
     j->first_status = status;
 }
 
+// Returns a process if its state is one of `states`, else the first such process that it waits for,
+// as a wrapper does: all its children are in such a state. 0: there is none.
+static pid_t find_stopped(const process *all, int count, pid_t pid, const char *states) {
+    pid_t first = 0;
+    for (int k = 0; k < count; k++)
+        if (all[k].pid == pid && strchr(states, all[k].state)) return pid;
+    for (int k = 0; k < count; k++) {
+        if (all[k].parent != pid || all[k].state == 'Z') continue;
+        const pid_t stopped = find_stopped(all, count, all[k].pid, states);
+        if (!stopped) return 0;
+        if (!first) first = stopped;
+    }
+    return first;
+}
+
+// Returns the number of stopped ranks of this node. The first one: *rank of the job, process *pid.
+static int count_stopped(const job *j, const char *states, int *rank, long *pid) {
+    process *all = NULL;
+    const int count = all_processes(&all);
+    int found = 0;
+    for (int r = 0; r < j->ranks; r++) {
+        const pid_t stopped = j->pids[r] > 0 ? find_stopped(all, count, j->pids[r], states) : 0;
+        if (stopped && found++ == 0) *rank = j->node * j->ranks + r, *pid = (long)stopped;
+    }
+    free(all);
+    return found;
+}
+
 // Names a rank of this node that is stopped: the others fail, because they waited for it.
 static void name_stopped(const job *j) {
     char text[64];
-    process p;
-    int first = -1, count = 0;
-    for (int r = 0; r < j->ranks; r++) {
-        if (j->pids[r] <= 0 || !read_process(j->pids[r], &p) || !strchr("Tt", p.state)) continue;
-        if (count++ == 0) first = r;
-    }
+    int rank;
+    long pid;
+    const int count = count_stopped(j, "Tt", &rank, &pid);
     if (!count) return;
     snprintf(text, sizeof text, ", and so are %d more of this node", count - 1);
     complain(
         "[E565] rank %d (process %ld) is stopped%s: it may be what the others have waited for. "
         "Look who has sent it SIGSTOP or SIGTSTP, or debugs it. To continue a stopped process "
         "in time, use kill -CONT",
-        j->node * j->ranks + first, (long)j->pids[first], count > 1 ? text : "");
+        rank, pid, count > 1 ? text : "");
 }
 
 // Says and keeps the failure with which this start ends.
@@ -712,8 +740,8 @@ static int go_on_ending(job *j) {
                  grace_ms(j) / 1000, (long)first);
     if (!j->killed_at) j->killed_at = now;
     j->kill_at = now + MOMENT_MS;
-    if (now - j->killed_at < STUCK_MS) return 0;
-    return complain_of_stuck(first), 1;
+    if (now - j->killed_at < HUNG_MS) return 0;
+    return complain_of_hung(first), 1;
 }
 
 static void pass_on(job *j, int sig, const siginfo_t *info) {
@@ -884,6 +912,51 @@ static int agree_on_count(job *j, char *error, size_t cap) {
     return 0;
 }
 
+// Returns 1 if the ranks of all other nodes have ended well. After node 0 has, its store is closed,
+// and nothing is heard of the others.
+static int others_have_ended(const job *j) {
+    char text[8];
+    if (j->nodes == 1) return j->done > 0;
+    if (!j->nodes_store) return 0;
+    for (int node = 0; node < j->nodes && !fsdpi_store_ended(j->nodes_store); node++)
+        if (node != j->node && !fsdpi_store_has_left(j->nodes_store, node) &&
+            (!j->max_restarts || hear_node(j, "done", node, text, sizeof text, MOMENT_MS)))
+            return fsdpi_store_ended(j->nodes_store) == FSDP_ERR_PEER_LOST;
+    return !fsdpi_store_failure(j->nodes_store, NULL);
+}
+
+/* Ends this start if only stopped ranks are left of the job, for FSDP_TIMEOUT_MS: no other rank
+   fails by waiting for them. While this process was stopped, too, the time does not count. A rank
+   that is debugged is not stopped. */
+static void look_for_stopped(job *j) {
+    const long now = now_ms(), passed = now - j->looked_at, before = j->stopped_ms;
+    char text[300];
+    int rank;
+    long pid;
+    if (passed < LOOK_MS / 2) return;
+    j->looked_at = now;
+    j->stopped_ms = 0;
+    if (!j->left || j->failed >= 0 || j->status || j->quiet ||
+        (!j->max_restarts && !others_have_ended(j)) || // costs less than to list processes
+        count_stopped(j, "T", &rank, &pid) < j->left || !others_have_ended(j))
+        return;
+    j->stopped_ms = before + (!before ? 1 : passed < 2 * LOOK_MS ? passed : 2 * LOOK_MS);
+    if (!before)
+        complain("[E495] rank %d (process %ld) is stopped, and all other ranks of the job have "
+                 "ended or are stopped: continue it (kill -CONT %ld). The job is ended in %.1f s "
+                 "(FSDP_TIMEOUT_MS)",
+                 rank, pid, pid, j->timeout_ms / 1000.0);
+    if (j->stopped_ms <= j->timeout_ms) return;
+    snprintf(text, sizeof text,
+             "[E497] rank %d (process %ld) has been stopped for %.1f s (FSDP_TIMEOUT_MS), and no "
+             "other rank of the job runs: it is ended. Look who has sent it SIGSTOP or SIGTSTP",
+             rank, pid, j->timeout_ms / 1000.0);
+    j->status = 1;
+    complain("%s", text);
+    keep_first(j, text, j->status);
+    tell_nodes(j, 0, text);
+}
+
 static void leave_nodes(job *j) {
     fsdpi_store_close(j->nodes_store);
     j->nodes_store = NULL;
@@ -937,9 +1010,9 @@ static void wait_for_nodes(job *j, const sigset_t *signals) {
 
 static void look_after(job *j, const sigset_t *signals) {
     // Own ranks first: the failures of other nodes may be the answer to theirs.
-    while (reap(j) && (look_at_nodes(j), !go_on_ending(j))) {
+    while (reap(j) && (look_at_nodes(j), look_for_stopped(j), !go_on_ending(j))) {
         const int ending = j->failed >= 0 || j->term_at != NEVER || j->kill_at != NEVER;
-        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes > 1 ? MOMENT_MS : 1000);
+        wait_for_signal(j, signals, ending ? MOMENT_MS / 10 : j->nodes > 1 ? MOMENT_MS : LOOK_MS);
     }
 }
 
@@ -989,6 +1062,7 @@ static int copy_words(job *j) {
 static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->server = NULL;
     j->status = j->done = j->first_done = j->left = 0;
+    j->stopped_ms = 0;
     j->failed = -1;
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();

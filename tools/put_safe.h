@@ -1,4 +1,4 @@
-/* put_safe.h - text of strangers, such as names in files, as the tools print it
+/* put_safe.h - untrusted text, such as names in files, as the tools print it
 
    SPDX-License-Identifier: MIT */
 #ifndef FSDP_TOOLS_PUT_SAFE_H

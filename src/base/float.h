@@ -3,7 +3,7 @@
    A part of fsdp.h, and of the CUDA kernels.
    Invariant: the same inputs give the same bits with any compiler flags.
    Callers: backends/fsdp_cuda.cu (fsdpi_f32_bits), reduce.h (fsdpi_at), core/clip.h (fsdpi_is_nan)
-     and 4 other files.
+     and others.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -1,7 +1,7 @@
 /* base/hash.h - hashes of words, texts and bytes
 
    Callers: core/unit.h (fsdpi_hash), backends/fsdp_comm.h (fsdpi_hash), os.h (fsdpi_hash_text) and
-     16 other files.
+     others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

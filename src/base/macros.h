@@ -1,5 +1,7 @@
 /* base/macros.h - what compilers spell in different ways
 
+   Callers: hash.h, reduce.h (FSDPI_UNUSED) and others.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -4,7 +4,7 @@
    Strict C99 hides some of the calls. The library declares these under private names of the same
    symbols, and needs no feature macros.
    Callers: backends/fsdp_nccl.h (fsdpi_unlock), backends/fsdp_store.h (fsdpi_unlock),
-     backends/fsdp_shm_world.h (fsdpi_futex_wake_all) and 20 other files.
+     backends/fsdp_shm_world.h (fsdpi_futex_wake_all) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

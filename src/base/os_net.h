@@ -1,5 +1,8 @@
 /* base/os_net.h - sockets and events of the operating system (Linux)
 
+   Callers: backends/fsdp_store_server.h and backends/fsdp_shm_world.h (fsdpi_accept),
+     backends/fsdp_store.h (fsdpi_event) and others.
+
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
 #include "../../fsdp.h"

@@ -4,7 +4,7 @@
    the ranks. No expression both multiplies and adds: a compiler may contract the two to an
    operation with one rounding. Loops work on blocks that stay in the first-level cache.
    Callers: programs, backends/fsdp_shm_world.h (fsdpi_reduce), core/host.h (fsdpi_load_f64),
-     backends/fsdp_fake.h (fsdpi_reduce) and 1 other file.
+     backends/fsdp_fake.h (fsdpi_reduce) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -1,7 +1,7 @@
 /* base/text.h - texts that grow, and names that are cut to their room
 
    Callers: backends/fsdp_signature.h (fsdpi_text_add), backends/fsdp_comm.h (fsdpi_text_add),
-     backends/fsdp_gloo.h (fsdpi_text_add) and 13 other files.
+     backends/fsdp_gloo.h (fsdpi_text_add) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -3,7 +3,7 @@
    Chooses a file for each tensor, and writes into a temporary directory that one rename completes.
    Files are written one after another, from the first byte to the last. A piece is a number of
    boxes that are read into one buffer.
-   Callers: programs and tools/fsdpck.c (fsdpi_ck_next_box).
+   Callers: programs.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

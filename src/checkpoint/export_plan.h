@@ -1,5 +1,7 @@
 /* checkpoint/export_plan.h - what an export writes: each new tensor, and where its rows come from
 
+   Callers: export.h (fsdpi_ck_plan_export) and tools/fsdpck.c (fsdpi_ck_next_box).
+
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H
 #include "../../fsdp_checkpoint.h"

@@ -2,8 +2,8 @@
 
    The default fsdp_file_ops, and calls that retry and report failures. Strict C99 hides three
    functions of unistd.h, which are declared here under private names of the same symbols.
-   Callers: export.h (fsdpi_ck_forget), save.h (fsdpi_ck_write), open.h (fsdpi_ck_forget) and 7
-     other files.
+   Callers: export.h (fsdpi_ck_forget), save.h (fsdpi_ck_write), open.h (fsdpi_ck_forget) and
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

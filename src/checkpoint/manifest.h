@@ -3,7 +3,7 @@
    Prints and reads manifest.json (docs/checkpoints.md), the last file that a save writes: it lists
    files, sizes and checksums. The headers of the data files say where each tensor lies.
    Callers: export.h (fsdpi_ck_say), save.h (fsdpi_ck_print_begin), open.h (fsdpi_ck_index_stem) and
-     2 other files.
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

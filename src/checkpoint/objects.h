@@ -1,7 +1,7 @@
 /* checkpoint/objects.h - what a checkpoint object is made of
 
-   Callers: export.h (fsdpi_ck_reserve), load.h (fsdpi_ck_tensor_at), reader.h (fsdpi_ck_free) and 5
-     other files.
+   Callers: export.h (fsdpi_ck_reserve), load.h (fsdpi_ck_tensor_at), reader.h (fsdpi_ck_free) and
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

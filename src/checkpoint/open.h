@@ -3,8 +3,8 @@
    From a path to a sorted list of boxes. One process reads headers into one block of bytes. All
    ranks get that block, and make equal lists from it. Checkpoints of this library, those of PyTorch
    and models of Hugging Face differ only in the source of the file names.
-   Callers: api.h (fsdpi_ck_opened_end), reader.h (fsdpi_ck_fail), load.h (fsdpi_ck_boxes_of) and 2
-     other files.
+   Callers: api.h (fsdpi_ck_opened_end), reader.h (fsdpi_ck_fail), load.h (fsdpi_ck_boxes_of) and
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

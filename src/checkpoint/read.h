@@ -4,7 +4,7 @@
    list is sorted by position in the files: each byte is read once, and each block's checksum is
    compared once.
    Callers: reader.h (fsdpi_ck_carrier), load.h (fsdpi_ck_verify_blocks), export.h
-     (fsdpi_ck_carrier) and 1 other file.
+     (fsdpi_ck_carrier) and others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

@@ -2,7 +2,7 @@
 
    The reader for tools and bindings. The calling thread makes the file calls, memory comes from the
    C library, and failures go to the caller's text instead of a log.
-   Callers: programs and export.h (fsdpi_ck_whole_at).
+   Callers: programs and export.h (fsdpi_ck_open_alone).
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

@@ -2,8 +2,8 @@
 
    In a phase each rank makes its own file calls. Meanwhile all ranks make a small collective, a
    round, every 100 ms until no rank is busy. So no collective waits long for a disk.
-   Callers: api.h (fsdpi_ck_agree), save.h (fsdpi_ck_agree), load.h (fsdpi_ck_finish_phase) and 1
-     other file.
+   Callers: api.h (fsdpi_ck_agree), save.h (fsdpi_ck_agree), load.h (fsdpi_ck_finish_phase) and
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

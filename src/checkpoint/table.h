@@ -3,7 +3,7 @@
    Decides which tensors belong to a checkpoint of this model. Each save and load makes the table
    again, because views and states move when parameters are frozen, thawed or cast.
    Callers: load.h (fsdpi_ck_find_tensor), save.h (fsdpi_ck_tabulate), api.h (fsdpi_ck_tabulate) and
-     2 other files.
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

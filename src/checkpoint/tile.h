@@ -2,8 +2,8 @@
 
    Checks coverage before a save is committed and before a load reads. It finds holes, overlaps, and
    boxes that disagree about their tensor.
-   Callers: reader.h (fsdpi_ck_whole), load.h (fsdpi_ck_volume), read.h (fsdpi_ck_same_box) and 3
-     other files.
+   Callers: reader.h (fsdpi_ck_whole), load.h (fsdpi_ck_volume), read.h (fsdpi_ck_same_box) and
+     others.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

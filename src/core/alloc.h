@@ -4,7 +4,7 @@
    allocator gets the size when the library frees the block.
    State: fsdp_model.counters.allocations.
    Callers: unit.h (fsdpi_model_free), backends/fsdp_nccl.h (fsdpi_free), predict.h
-     (fsdpi_model_free) and 29 other files.
+     (fsdpi_model_free) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

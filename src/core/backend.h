@@ -1,5 +1,7 @@
 /* core/backend.h - the two tables of functions that make a backend and a device
 
+   Callers: backends, devices, host.h (fsdp_device_ops) and others.
+
    A part of fsdp.h, which includes it. How to write one: backends/README.md.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -3,7 +3,7 @@
    State: fsdp_world.state, failure and error. The first failure of a world stays, and later calls
    return it. For failures without a world each thread has a text, the only writable static here.
    Callers: programs, world.h (fsdpi_invalid_arg), attach.h (fsdpi_null_of), extend.h
-     (fsdpi_invalid_arg) and 19 other files.
+     (fsdpi_invalid_arg) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

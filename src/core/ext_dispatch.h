@@ -3,7 +3,7 @@
    State: fsdp_model.listeners, offered_to and ext_depth. If listeners is 0, the calls of a step and
    ops skip these functions. fsdp_attach is in attach.h.
    Callers: programs, run.h (fsdpi_tell_ran), attach.h (fsdpi_update_listeners), step.h
-     (fsdpi_ext_offer_call) and 9 other files.
+     (fsdpi_ext_offer_call) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

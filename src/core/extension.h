@@ -1,5 +1,7 @@
 /* core/extension.h - extensions: the functions that they give, and those that they may call
 
+   Callers: extensions.
+
    Included by fsdp.h, at the end of its declarations. docs/extensions.md tells how to write one.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -1,6 +1,6 @@
 /* core/flight.h - the flight record: a file for each rank that outlives its process
 
-   Callers: world.h (fsdpi_now), mesh.h (fsdpi_flight_end), run.h (fsdpi_now) and 6 other files.
+   Callers: world.h (fsdpi_now), mesh.h (fsdpi_flight_end), run.h (fsdpi_now) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

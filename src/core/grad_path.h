@@ -3,7 +3,7 @@
    The functions here are pure: they compute a gradient path, a list of steps, from the facts of a
    unit. Only they decide which steps a reduction takes; fsdpi_do_reduce decides whether a unit is
    reduced. template.h makes ops of steps; a step without work has none.
-   Callers: unit.h (fsdpi_unit_facts), grads.h (fsdpi_do_reduce).
+   Callers: unit.h, grads.h and report.h (fsdpi_grad_path_of).
    Source: torch: FSDPParamGroup.post_backward, foreach_reduce.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

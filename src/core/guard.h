@@ -1,7 +1,7 @@
 /* core/guard.h - AddressSanitizer: poisons memory that the caller must not touch
 
-   Callers: pool.h (fsdpi_turn), step.h (fsdpi_open_unit), plan/replay.h (fsdpi_open_unit) and 2
-     other files.
+   Callers: pool.h (fsdpi_turn), step.h (fsdpi_open_unit), plan/replay.h (fsdpi_open_unit) and
+     others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -2,8 +2,7 @@
 
    An op is done when the call returns. If worker threads (run.h) make the calls, the caller does
    not wait for them.
-   Callers: backends.h (fsdpi_host_ops), clip.h (fsdpi_root), run.h (fsdpi_host_copy) and 1 other
-     file.
+   Callers: backends.h (fsdpi_host_ops), clip.h (fsdpi_root), run.h (fsdpi_host_copy) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

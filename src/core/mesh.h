@@ -4,7 +4,7 @@
    communicator per dim, or two if gathers and reductions may run at once.
    Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
    Callers: programs, model.h (fsdpi_mesh_numel), world.h (fsdpi_split), unit.h
-     (fsdpi_mesh_subgroup) and 1 other file.
+     (fsdpi_mesh_subgroup) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -3,6 +3,7 @@
    A unit's fields are in four structs: fsdpi_desc is fixed by fsdp_fully_shard, fsdpi_options
    changes with setters, fsdpi_unit_layout is computed by fsdp_fully_shard and at commit,
    fsdpi_state changes in each step.
+   Callers: unit.h and commit.h (fsdp_unit), world.h (fsdp_world) and others.
    Source: torch: FSDPParam, FSDPParamGroup, FSDPState.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

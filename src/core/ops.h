@@ -1,7 +1,7 @@
 /* core/ops.h - makes ops: copies, fills, collectives, waits and markers
 
    State: none.
-   Callers: clip.h (fsdpi_op), grads.h (fsdpi_op), params.h (fsdpi_emit_use) and 6 other files.
+   Callers: clip.h (fsdpi_op), grads.h (fsdpi_op), params.h (fsdpi_emit_use) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

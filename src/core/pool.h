@@ -4,7 +4,7 @@
    first acquire allocates one or two slots. Later ones take the free slot that was released first;
    a slot is added if none is free. No decision depends on an event or the clock: memory is equal on
    all ranks and in all runs. A slot's first writer waits for the event of the slot's last release.
-   Callers: gather.h, grads.h and template.h (slots); commit.h, clip.h and params.h (buffers).
+   Callers: gather.h, grads.h and template.h (slots); commit.h, extend.h and params.h (buffers).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -2,8 +2,8 @@
    fsdpi_emit, which issues every op of a model
 
    State: a world's workers, and the clocks and device events of its streams; fsdp_model.seq.
-   Callers: extend.h (fsdpi_drain), world.h (fsdpi_worker_start), params.h (fsdpi_transfer) and 17
-     other files.
+   Callers: extend.h (fsdpi_drain), world.h (fsdpi_worker_start), params.h (fsdpi_transfer) and
+     others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -4,8 +4,8 @@
    starts at row k*c of the padded tensor: the W shards in order are the padded tensor, and all
    padding is at its end.
    Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
-   Callers: programs, layout.h (fsdpi_align_up), params.h (fsdpi_min), unit.h (fsdpi_numel) and 3
-     other files.
+   Callers: programs, layout.h (fsdpi_align_up), params.h (fsdpi_min), unit.h (fsdpi_numel) and
+     others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

@@ -5,7 +5,7 @@
    reached. State: fsdpi_state.training and forwards, and fsdp_model.backward and order.
    Source: torch: FSDPState, FSDPParamGroup.
    Callers: programs, options.h (fsdpi_param_call), params.h (fsdpi_model_call), attach.h
-     (fsdpi_refuse_in_dry_run) and 8 other files.
+     (fsdpi_refuse_in_dry_run) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H

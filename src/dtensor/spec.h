@@ -2,7 +2,7 @@
 
    Invariant: an accepted spec is normalized: dims >= 0, orders explicit, all other fields 0.
    Callers: programs, propagate.h (fsdpi_dt_fail), route.h (fsdpi_dt_fail), redistribute.h
-     (fsdpi_dt_numel) and 1 other file.
+     (fsdpi_dt_numel) and others.
    Source: torch/distributed/tensor/_dtensor_spec.py, _utils.py, placement_types.py.
 
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

@@ -5,7 +5,7 @@
    their gradients and states touch as well, so one run covers both. Table and states fit the
    model's layout unless `moved` is set.
    Callers: ema.h (fsdpi_optim_null), muon.h (fsdpi_optim_null), adamw_sgd.h (fsdpi_optim_null) and
-     2 other files.
+     others.
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H

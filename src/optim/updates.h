@@ -3,7 +3,7 @@
    Updates as ops. Invariant: an op contains all that an update needs, so that the loops in
    kernels.h and a device compute the same.
    Callers: states.h (fsdpi_optim_host_bytes), muon.h (fsdpi_optim_host_bytes), ema.h
-     (fsdpi_optim_emit) and 1 other file.
+     (fsdpi_optim_emit) and others.
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H

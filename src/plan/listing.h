@@ -2,7 +2,7 @@
 
    Makes and destroys fsdpi_plan_listing.
    Callers: make.h (fsdpi_plan_count_ops), simulate.h (fsdpi_plan_listing_end), prove.h
-     (fsdpi_plan_events) and 1 other file.
+     (fsdpi_plan_events) and others.
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

@@ -1,7 +1,7 @@
 /* plan/memory.h - memory, lists and hashes of a plan
 
-   Callers: listing.h (fsdpi_plan_mix), passes.h (fsdpi_plan_mix), api.h (fsdpi_plan_free) and 8
-     other files.
+   Callers: listing.h (fsdpi_plan_mix), passes.h (fsdpi_plan_mix), api.h (fsdpi_plan_free) and
+     others.
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

@@ -1,5 +1,7 @@
 /* plan/objects.h - what a plan is made of
 
+   Callers: make.h, api.h (fsdpi_plan_variant) and others.
+
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
 #include "../../fsdp_plan.h"

@@ -4,7 +4,7 @@
    of the plan are executed there by public calls. So a program could reach every state of a replay
    itself, and can leave the plan at any call.
    Callers: join.h (fsdpi_plan_add_op), make.h (fsdpi_plan_tape_free), api.h (fsdpi_plan_tape_free)
-     and 2 other files.
+     and others.
 
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H

@@ -114,7 +114,7 @@ static const uint32_t fsdpi_crc_lane[32] = {
     0xE3BF2BEFu, 0xC292212Fu, 0x80C834AFu, 0x047C1FAFu, 0x08F83F5Eu, 0x11F07EBCu, 0x23E0FD78u,
     0x47C1FAF0u, 0x8F83F5E0u, 0x1AEB9D31u, 0x35D73A62u};
 
-static uint32_t fsdpi_crc_behind_lane(uint32_t crc) {
+static uint32_t fsdpi_crc_after_lane(uint32_t crc) {
     uint32_t moved = 0;
     for (int i = 0; i < 32; i++) moved ^= fsdpi_crc_lane[i] & (0u - (crc >> i & 1));
     return moved;
@@ -131,7 +131,7 @@ FSDPI_CRC_TARGET static uint32_t fsdpi_crc_by_instruction(uint32_t crc, const un
             second = fsdpi_crc_8(second, p + FSDPI_CRC_LANE + i);
             third = fsdpi_crc_8(third, p + 2 * FSDPI_CRC_LANE + i);
         }
-        crc = fsdpi_crc_behind_lane(fsdpi_crc_behind_lane(crc) ^ second) ^ third;
+        crc = fsdpi_crc_after_lane(fsdpi_crc_after_lane(crc) ^ second) ^ third;
     }
     for (; n >= 8; n -= 8, p += 8) crc = fsdpi_crc_8(crc, p);
     for (; n > 0; n--) crc = fsdpi_crc_1(crc, p++);

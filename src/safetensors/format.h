@@ -1,7 +1,7 @@
 /* safetensors/format.h - what the format is made of: dtypes, sizes, UTF-8, texts
 
-   Callers: programs, json.h (fsdpi_st_puts), write.h (fsdpi_st_puts), read.h (fsdpi_st_end) and 2
-     other files.
+   Callers: programs, json.h (fsdpi_st_puts), write.h (fsdpi_st_puts), read.h (fsdpi_st_end) and
+     others.
 
    A part of fsdp_safetensors.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_SAFETENSORS_H

@@ -49,7 +49,7 @@ static void fsdpi_st_put_string(fsdpi_st_out *o, const char *s, int twice) {
 
 // Returns 1 if the caller has set the whole shape. All 0 counts only if start and shape are 0 as
 // well.
-static int fsdpi_st_is_told(const fsdp_safetensors_entry *e) {
+static int fsdpi_st_has_whole(const fsdp_safetensors_entry *e) {
     int64_t whole = 0, box = 0;
     for (int d = 0; d < e->ndim; d++) whole |= e->whole[d], box |= e->start[d] | e->shape[d];
     return whole || !box;
@@ -76,7 +76,7 @@ static int fsdpi_st_check_printed(fsdp_safetensors_entry *e, int sharded) {
         int64_t size = e->shape[d], most = FSDPI_ST_MOST;
         if (size < 0 || size > most || !fsdpi_st_numel(&numel, (uint64_t)size)) return 0;
         if (!sharded) continue;
-        if (fsdpi_st_is_told(e)) most = e->whole[d];
+        if (fsdpi_st_has_whole(e)) most = e->whole[d];
         if (most < 0 || most > FSDPI_ST_MOST || size > most || e->start[d] < 0 ||
             e->start[d] > most - size)
             return 0;
@@ -104,7 +104,7 @@ static void fsdpi_st_put_sharding(fsdpi_st_out *o, const fsdp_safetensors_entry 
         fsdpi_st_put_string(o, e->name, 1);
         fsdpi_st_puts(o, ":{\\\"saved_offsets\\\":");
         fsdpi_st_put_list(o, e->ndim, e->start, ",");
-        if (fsdpi_st_is_told(e)) {
+        if (fsdpi_st_has_whole(e)) {
             fsdpi_st_puts(o, ",\\\"global_shape\\\":");
             fsdpi_st_put_list(o, e->ndim, e->whole, ",");
         }

@@ -1,7 +1,7 @@
 /* trace/read.h - trace files read and checked; clocks and collectives of all ranks brought together
 
    Callers: breakdown.h (fsdpi_tr_name), tools/fsdptrace.c (fsdpi_tr_read), tools/fsdptrace_json.h
-     (fsdpi_tr_text) and 1 other file.
+     (fsdpi_tr_text) and others.
 
    A part of fsdp_trace.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_TRACE_H

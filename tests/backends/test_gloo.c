@@ -212,7 +212,7 @@ static const struct {
               {"uneven", {"a", "b", "b", "b"}, {2, 5, 5, 5}, 1},
               {"not_known", {"a", "", "a"}, {8, 8, 8}, 2},
               {"all_not_known", {"", "", ""}, {4, 4, 4}, 1}};
-TEST_P(gloo, lanes_by_hosts, clusters) {
+TEST_P(gloo, comm_threads_by_hosts, clusters) {
     fsdpi_local_shown all[4];
     int size = 0;
     memset(all, 0, sizeof all);

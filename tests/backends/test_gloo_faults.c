@@ -1250,7 +1250,7 @@ TEST(gloo_faults, ranks_leave_one_by_one) {
 
 /* ---- two at once ----------------------------------------------------------------------------- */
 
-TEST(gloo_faults, lanes_do_not_change_bits) {
+TEST(gloo_faults, comm_threads_do_not_change_bits) {
     for (int world = 2; world <= 4; world++) {
         be_near(world - 2);
         job *calm = undisturbed(world, 30), *j = make_job(world, 20000, train);

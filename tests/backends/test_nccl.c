@@ -1338,9 +1338,9 @@ static const struct {
     const char *name, *before, *after;
     int threads, warns;
 } orders[] = {{"alone", NULL, "1", 0, 0},
-              {"beside_a_thread", NULL, NULL, 1, 1},
+              {"with_a_thread", NULL, NULL, 1, 1},
               {"forbidden", "0", "0", 0, 0},
-              {"forbidden_beside_a_thread", "0", "0", 1, 0}};
+              {"forbidden_with_a_thread", "0", "0", 1, 0}};
 static int num_order_warnings;
 static void hear_order(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)code, (void)rank, (void)user;

@@ -538,7 +538,7 @@ static void await_left(const fsdpi_comm *c) {
 }
 
 /* Runs in addition to a rank that waits for the victim. */
-static void *is_told(void *arg) {
+static void *watches_the_wait(void *arg) {
     const blame *b = (const blame *)my_job->extra;
     const fsdpi_comm *c = (const fsdpi_comm *)arg;
     long ns = 0;
@@ -577,7 +577,7 @@ static void one_is_to_blame(job *j, int rank) {
         if (b->deadline_ms)
             comm_of(world)->base.world->boot.timeout_ns = (int64_t)b->deadline_ms * 1000000;
         if (b->in_call) stub_fail("ncclAllReduce", 1, ncclRemoteError);
-        CHECK_EQ_INT(pthread_create(&thread, NULL, is_told, &comm_of(world)->base), 0);
+        CHECK_EQ_INT(pthread_create(&thread, NULL, watches_the_wait, &comm_of(world)->base), 0);
     }
     status = fsdp_all_reduce(world, NULL, &sum, 1, FSDP_F64, FSDP_SUM);
     if (rank != j->victim) (void)pthread_join(thread, NULL);

@@ -643,7 +643,7 @@ TEST_P(store_refused, other_world_size, wheres) {
 }
 
 /* Process 3 claims a world of 4 when the three are at work: it is refused, and they continue. */
-static void stranger(int process, int world, void *arg) {
+static void wrong_size(int process, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     (void)world;
@@ -662,7 +662,7 @@ static void stranger(int process, int world, void *arg) {
     leave(&c, s, 3);
 }
 TEST_P(store_refused, other_world_size_of_another_job, wheres) {
-    run(make_setup(row->at, 4, row->threads, 5000), stranger);
+    run(make_setup(row->at, 4, row->threads, 5000), wrong_size);
 }
 
 /* Processes 1 and 2 both claim to be rank 1: the second one is refused. Then rank 2 arrives. */
@@ -1657,6 +1657,68 @@ TEST(store_lost, leaves_before_all_have_come) {
     run(make_setup(AT_IPV4, 3, 0, 150), leaves_while_others_wait);
 }
 
+/* The world ends at the moment in which all have joined: rank 0 is between two looks, in the clock
+   of its desc, until its thread has handled both. It has joined, and finds the end afterwards. */
+enum { ABORTS, LEAVES, STORE_CLOSES, CUT };
+static const struct {
+    const char *name;
+    int end;
+    fsdp_status status; /* of rank 0's calls */
+} ends_at_once[] = {{"abort", ABORTS, FSDP_ERR_ABORTED},
+                    {"leaves", LEAVES, FSDP_ERR_TIMEOUT},
+                    {"store_closes", STORE_CLOSES, FSDP_ERR_PEER_LOST},
+                    {"cut", CUT, FSDP_ERR_PEER_LOST}};
+static struct {
+    setup *s;
+    pthread_t opener;
+    fsdpi_store *store; /* rank 0's, before open returns it */
+    fsdpi_store_server *server;
+    client peer; /* rank 1 */
+    int end, has_ended;
+} at_once;
+static void *alloc_at_once(size_t size, size_t align, void *user) {
+    char *p = (char *)fsdpi_libc_alloc(size, align, user);
+    if (!at_once.store) at_once.store = (fsdpi_store *)(void *)(p + FSDPI_ALIGN); /* the first */
+    return p;
+}
+static int64_t clock_at_once(void *user) {
+    fsdpi_store *store = at_once.store;
+    if (pthread_equal(pthread_self(), at_once.opener) && store->running && !at_once.has_ended) {
+        at_once.has_ended = 1;
+        enter(&at_once.peer, at_once.s, 1);
+        while (!FSDPI_LOAD(&store->joined)) usleep(300);
+        if (at_once.end == ABORTS)
+            fsdpi_store_abort(at_once.peer.store, FSDP_ERR_ABORTED, "", "of the test");
+        if (at_once.end == LEAVES) fsdpi_store_close(at_once.peer.store);
+        if (at_once.end == STORE_CLOSES) fsdpi_store_stop(at_once.server);
+        if (at_once.end == CUT) shutdown(store->fd, SHUT_RDWR);
+        while (!FSDPI_LOAD(&store->judged) && !FSDPI_LOAD(&store->gone) &&
+               !fsdpi_store_has_left(store, 1))
+            usleep(300);
+    }
+    return fsdpi_monotonic_ns(user);
+}
+TEST_P(store_open, the_end_follows_at_once, ends_at_once) {
+    setup *s = at_once.s = make_setup(AT_IPV4, 2, 1, 20000);
+    fsdpi_store_desc d = make_desc(s, 0, 2);
+    fsdpi_store *store;
+    fsdpi_failure v;
+    char error[1024] = "", text[8];
+    size_t bytes;
+    at_once.end = row->end;
+    at_once.server = serve(s, 2);
+    at_once.opener = pthread_self();
+    d.boot.allocator.alloc = alloc_at_once, d.boot.clock.now_ns = clock_at_once;
+    CHECK_MSG(!fsdpi_store_open(&d, &store, error, sizeof error), "%s", error);
+    CHECK(at_once.has_ended && store == at_once.store);
+    CHECK_EQ_INT(fsdpi_store_failure(store, &v), row->end == ABORTS || row->end == CUT);
+    if (row->end == ABORTS) CHECK_EQ_STR(v.reason, "of the test");
+    CHECK_STATUS(fsdpi_store_get(store, "never", text, sizeof text, &bytes, 0), row->status);
+    fsdpi_store_close(store);
+    if (row->end != LEAVES) fsdpi_store_close(at_once.peer.store);
+    if (row->end != STORE_CLOSES) fsdpi_store_stop(at_once.server);
+}
+
 /* ---- members that behave badly --------------------------------------------------------------- */
 
 enum {
@@ -2227,7 +2289,7 @@ static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *va
 }
 
 /* Checks one whole frame of the core. */
-static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
+static void fuzz_frame(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
     int op = (int)number_at(at + 4, 2), flags = (int)number_at(at + 6, 2);
     uint32_t id = (uint32_t)number_at(at + 8, 4);
     const unsigned char *value = at + HEADER;
@@ -2296,7 +2358,7 @@ static void fuzz_drain(fuzz *f, fuzz_conn *c, size_t most) {
             CHECK_MSG(size <= F_PENDING - HEADER, "a frame of %llu bytes",
                       (unsigned long long)size);
             if (c->out_size - at < HEADER + size) break;
-            fuzz_told(f, c, c->out + at, (size_t)size);
+            fuzz_frame(f, c, c->out + at, (size_t)size);
             at += HEADER + (size_t)size;
         }
         memmove(c->out, c->out + at, c->out_size - at);
@@ -2511,7 +2573,7 @@ static void fuzz_inputs(int64_t inputs, uint64_t seed) {
             if (!dice(f, 50)) fuzz_check(f);
         }
         if (dice(f, 2)) {
-            fsdpi_store_core_farewell(&f->core, f->now);
+            fsdpi_store_core_say_closing(&f->core, f->now);
             for (int i = 0; i < F_CONNS; i++)
                 if (f->conns[i].conn && f->conns[i].conn->state != FSDPI_CONN_BROKEN)
                     fuzz_drain(f, &f->conns[i], SIZE_MAX);

@@ -305,12 +305,12 @@ TEST(trust, untrusted_peers_choose_no_address) {
     wire w;
     memset(&w, 0, sizeof w);
     CHECK(fsdpi_store_core_open(&core, &s->allocator, 2, -1, token));
-    fsdpi_conn *stranger = fsdpi_store_core_connect(&core, nonce, 0);
+    fsdpi_conn *untrusted = fsdpi_store_core_connect(&core, nonce, 0);
     fsdpi_conn *rank = fsdpi_store_core_connect(&core, nonce, 0);
-    CHECK_EQ_STR(stranger->reached, "");
-    snprintf(stranger->reached, sizeof stranger->reached, "192.0.2.66");
+    CHECK_EQ_STR(untrusted->reached, "");
+    snprintf(untrusted->reached, sizeof untrusted->reached, "192.0.2.66");
     snprintf(rank->reached, sizeof rank->reached, "192.0.2.1");
-    fsdpi_store_core_feed(&core, stranger, "x", 1, 0);
+    fsdpi_store_core_feed(&core, untrusted, "x", 1, 0);
     fsdpi_store_core_feed(&core, rank, out, prove(&w, out, token, nonce, nonce), 0);
     CHECK_EQ_STR(core.reached, "");
     fsdpi_store_core_feed(&core, rank, out, seal(&w, out, hello(out, 1, 2, 1000, 1000)), 0);

@@ -671,7 +671,7 @@ static const struct {
     {"before", forbidden_before, 0, RELAXED, ISOLATION, INVALIDATED},
     {"never", forbidden_never, 0, RELAXED, ISOLATION, INVALIDATED},
     {"legacy", forbidden_legacy, 1, RELAXED, IMPLICIT, INVALIDATED},
-    {"legacy_beside", forbidden_legacy, 0, GLOBAL, cudaSuccess, cudaSuccess},
+    {"legacy_outside", forbidden_legacy, 0, GLOBAL, cudaSuccess, cudaSuccess},
     {"copy", forbidden_copy, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
     {"pageable", forbidden_pageable, 0, RELAXED, UNSUPPORTED, INVALIDATED},
     {"end_elsewhere", forbidden_end, 0, GLOBAL, UNMATCHED, UNJOINED},
@@ -978,7 +978,7 @@ static void free_in_use(scene *s) {
     CUDA(cudaFree(s->x));
     s->x = NULL;
 }
-static void free_behind_sync(scene *s) {
+static void free_after_sync(scene *s) {
     launch(s->a, s->x, NULL, 64, 1, NULL);
     CUDA(cudaDeviceSynchronize());
     CUDA(cudaFree(s->x));
@@ -1014,7 +1014,7 @@ static const struct {
               {"default_orders", default_orders, 0},
               {"default_does_not", default_does_not, 2},
               {"free_in_use", free_in_use, 1},
-              {"free_behind_sync", free_behind_sync, 0},
+              {"free_after_sync", free_after_sync, 0},
               {"outside", outside, 2},
               {"beyond", beyond, 1},
               {"through_thread", through_thread, 0}};

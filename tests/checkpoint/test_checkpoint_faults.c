@@ -474,7 +474,7 @@ typedef struct stall_case {
 } stall_case;
 
 /* Returns 1 if the texts are those of a hang in this call. */
-static int stall_is_told(const stall_case *c, int size) {
+static int stall_is_reported(const stall_case *c, int size) {
     const stage *all = &c->all;
     const shake *s = &all->beds[c->rank]->s;
     char who[24], told[40];
@@ -527,7 +527,7 @@ static void stall_body(lab_rank *r) {
         snprintf(all->text[b->rank], TEXT, "%s", fsdp_last_error(b->w));
         if (c->rank == b->rank) c->calls = b->s.calls;
         meet(b);
-        const int told = stall_is_told(c, b->size);
+        const int told = stall_is_reported(c, b->size);
         W_CHECK(told || c->stall_ms < STALL_MOST_MS, "%s of %.200s: %s", all->beds[c->rank]->s.call,
                 all->beds[c->rank]->s.path, all->text[b->rank]);
         if (told && all->beds[c->rank]->s.fired) stall_again(b, c);
@@ -731,7 +731,7 @@ static void power_save(lab_rank *r) {
 }
 
 /* Returns what is wrong after a cut, or NULL. `done` is the newest step whose save had returned. */
-static const char *power_verdict(bed *b, disk *cut, int64_t done, int no_sync) {
+static const char *power_failure_text(bed *b, disk *cut, int64_t done, int no_sync) {
     char path[FSDP_CHECKPOINT_PATH];
     int64_t found = -2;
     b->s.user = cut;
@@ -789,7 +789,7 @@ static void power_cuts(bed *b, const disk *d, const power_row *row, power_tally 
             disk *cut = disk_cut(d, upto, row->lost, chosen);
             t->cuts++;
             if (power_is_new(t, lab_hash(disk_hash(cut, 0), (uint64_t)(done + 1), 0, 0) | 1))
-                t->bad = power_verdict(b, cut, done, row->no_sync);
+                t->bad = power_failure_text(b, cut, done, row->no_sync);
             b->s.user = NULL;
             disk_free(cut);
             if (!t->bad) continue;
@@ -1332,7 +1332,7 @@ static void run_fuzz(int count) {
         memcpy(in, s.input[which], s.size[which]);
         (void)LLVMFuzzerTestOneInput(in, mutate(in, s.size[which], &random));
     }
-    h_message("%d directories of strangers: no fault, the same verdict twice", count);
+    h_message("%d damaged directories: no fault, the same status twice", count);
     CHECK_OK(fsdp_shutdown(fuzz.w));
     for (int i = 0; i < s.num; i++) free(s.input[i]);
     for (int i = 0; i < 3; i++) free(fuzz.example[i]);

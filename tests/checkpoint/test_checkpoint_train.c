@@ -530,7 +530,7 @@ TEST(long_checkpoint_slow, open, NIGHT) { on_hasty(3, slow_body, &slow_calls[4])
 static const struct stall {
     const char *name, *call;
 } stalls[] = {{"save", "write"}, {"load", "read"}};
-static int calls_behind; /* rank 1's calls in the save or load, without close */
+static int num_calls; /* rank 1's calls in the save or load, without close */
 static int hang(ck_files *f, const char *call, const char *path) {
     const struct stall *s = (const struct stall *)f->user;
     (void)path;
@@ -539,14 +539,14 @@ static int hang(ck_files *f, const char *call, const char *path) {
         h_mark(2);
         return 0;
     }
-    calls_behind++;
+    num_calls++;
     if (!strcmp(call, s->call)) h_await_marks(1, 1);
     return 0;
 }
 static void end_hang(void) {
     h_mark(1);
     h_await_marks(2, 1);
-    CHECK_EQ_INT(calls_behind, 2); /* open or create, and the one that hung */
+    CHECK_EQ_INT(num_calls, 2); /* open or create, and the one that hung */
 }
 static void stalled(lab_rank *r) {
     static const ck_layout at = FSDP(2, CK_ADAMW, 0, 0, 0);

@@ -953,6 +953,28 @@ TEST(fsdpck, export_averages) {
     says("[E482] checkpoint_export: ");
 }
 
+/* An average has as many dims as its parameter, at most all of them, and both are floats. */
+TEST(fsdpck, export_of_odd_averages) {
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_I32};
+    char from[600], to[600];
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    d.ema = 1;
+    path_of(from, "model.safetensors"), path_of(to, "to");
+    for (int ndim = 1; ndim <= FSDP_MAX_DIMS; ndim++)
+        for (int kind = 0; kind < 4; kind++) {
+            fsdp_safetensors_entry e[] = {
+                tensor("optim.state.w.ema", dtypes[kind / 2], ndim, 2, 1, 3),
+                tensor("w", dtypes[kind % 2], ndim, 2, 1, 3)};
+            for (int i = 0; i < 2; i++)
+                for (int dim = 3; dim < ndim; dim++) e[i].shape[dim] = dim % 2 + 1;
+            store_tensors(h_tmpdir(), "model.safetensors", e, 2);
+            CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID),
+                         kind ? FSDP_ERR_CORRUPT : FSDP_OK);
+            if (kind) says("[E481] checkpoint_export: 'optim.state.w.ema' is no average of 'w'");
+            h_remove_tree(to);
+        }
+}
+
 /* A unit may have the name "optim": its parameters are no states, and may have an average. */
 TEST(fsdpck, export_of_a_unit_optim) {
     fsdp_safetensors_entry e[] = {tensor("optim.w", FSDP_BF16, 1, 5, 0, 0),

@@ -413,7 +413,7 @@ H_FN void af_optimizers(af *z) {
 }
 
 /* Opens and closes another world, from any desc that does not wait for other ranks. */
-H_FN void af_worlds_beside(af *z) {
+H_FN void af_other_worlds(af *z) {
     fsdp_world_desc d = af_desc(z, 0);
     fsdp_world *w = NULL;
     d.timeout_ms = 1;
@@ -485,7 +485,7 @@ H_FN void af_call(af *z) {
     case 13: af_collectives(z); break;
     case 14: af_optimizers(z); break;
     default:
-        if (af_pick(z, 4)) af_worlds_beside(z);
+        if (af_pick(z, 4)) af_other_worlds(z);
         else if (!af_pick(z, 8)) fsdp_abort(z->w, af_name(z));
         break;
     }

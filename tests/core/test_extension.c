@@ -1822,7 +1822,7 @@ TEST(extension, wrong_records) {
 
 /* While the parameters are locked, calls that read shards work; calls that write or move them
    fail. */
-TEST(extension, shards_are_lent) {
+TEST(extension, shards_are_locked) {
     static const int writes[] = {FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_LOAD, FSDP_CALL_CLIP,
                                  FSDP_CALL_REQUIRES_GRAD};
     static const int reads[] = {FSDP_CALL_FULL, FSDP_CALL_ZERO_GRAD, FSDP_CALL_EXTENSION};
@@ -1859,12 +1859,12 @@ static fsdp_status takes_long(const fsdp_op *op, void *stream) {
     __atomic_store_n(&flag_of_first, 1, __ATOMIC_SEQ_CST);
     return FSDP_OK;
 }
-static fsdp_status comes_behind(const fsdp_op *op, void *stream) {
+static fsdp_status is_second(const fsdp_op *op, void *stream) {
     (void)op, (void)stream;
     first_was_done = __atomic_load_n(&flag_of_first, __ATOMIC_SEQ_CST);
     return FSDP_OK;
 }
-TEST(extension, lanes_wait_for_each_other) {
+TEST(extension, comm_threads_wait_for_each_other) {
     bed b;
     fsdp_op op;
     fsdp_buf *buf;
@@ -1879,7 +1879,7 @@ TEST(extension, lanes_wait_for_each_other) {
         op.what = "first", op.dst = buf, op.call = takes_long;
         CHECK_OK(fsdp_emit(b.model, &op));
         fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
-        op.what = "second", op.src = buf, op.call = comes_behind;
+        op.what = "second", op.src = buf, op.call = is_second;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, to));
         CHECK(first_was_done);
@@ -1897,7 +1897,7 @@ static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
     record_changed |= op->count != was.count;
     return FSDP_OK;
 }
-TEST(extension, more_records_than_a_lane_holds, SLOW) {
+TEST(extension, more_ops_than_a_comm_thread_holds, SLOW) {
     bed b;
     bed_open(&b, &settings[3]);
     CHECK_OK(fsdp_model_commit(b.model));
@@ -1932,8 +1932,8 @@ static int forges(void *user, fsdp_model *model, fsdp_op *op) {
     op->num_waits = 2, op->wait[0].seq = op->wait[1].seq = 99;
     return 0;
 }
-static void forger_told(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
-                        int64_t end) {
+static void forger_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
+                       int64_t end) {
     forger *f = (forger *)user;
     (void)model, (void)begin, (void)end;
     f->told++;
@@ -1946,7 +1946,7 @@ TEST(extension, what_stays_of_a_record) {
     bed_open(&b, &settings[2]); /* inline: reported at once */
     fsdp_extension e = FSDP_ZERO;
     e.op = forges;
-    e.ran = forger_told;
+    e.ran = forger_ran;
     e.user = &f;
     for (int k = 0; k < 2; k++) CHECK_OK(fsdp_attach(b.model, &e));
     step(&b);
@@ -3095,11 +3095,11 @@ static int second_sees(void *user, fsdp_model *model, fsdp_op *op) {
 }
 static void retire_one(lab_rank *r) {
     fsdp_model *model = two_units(r->w);
-    fsdp_extension a = FSDP_ZERO, b = FSDP_ZERO, stranger = FSDP_ZERO;
-    a.op = first_sees, b.op = second_sees, stranger.name = "stranger";
+    fsdp_extension a = FSDP_ZERO, b = FSDP_ZERO, other = FSDP_ZERO;
+    a.op = first_sees, b.op = second_sees, other.name = "other";
     CALL(r->w, fsdp_attach(model, &a));
     CALL(r->w, fsdp_attach(model, &b));
-    REFUSED(r->w, fsdp_extension_mute(model, &stranger), "[E903] extension_mute: 'stranger'");
+    REFUSED(r->w, fsdp_extension_mute(model, &other), "[E903] extension_mute: 'other'");
     CALL(r->w, fsdp_extension_mute(model, &b));
     seen_by[0] = seen_by[1] = 0;
     CALL(r->w, fsdp_pre_forward(two[0]));

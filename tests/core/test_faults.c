@@ -836,7 +836,7 @@ static void how_it_runs(int rank, int world, void *arg) {
     CHECK_MSG(strstr(text, expected), "%s, expected %s", text, expected);
     CHECK_STATUS(fsdp_shutdown(w), FSDP_OK);
 }
-TEST_P(faults, lanes_by_default, runs) {
+TEST_P(faults, comm_threads_by_default, runs) {
     unsetenv("FSDP_COMM_THREADS");
     unsetenv("FSDP_LANES");
     h_ranks_proc(2, how_it_runs, (void *)(uintptr_t)(row - runs));
@@ -1160,10 +1160,10 @@ TEST(faults, null_and_range) {
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 1, -1, &info), "shard_dim 1");
     REFUSED(NULL, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, -1, NULL), "NULL");
     fsdp_model *second;
-    fsdp_unit *stranger;
+    fsdp_unit *other;
     CALL(w, fsdp_model_create(w, NULL, &second));
-    CALL(w, fsdp_fully_shard(second, &ud, &stranger));
-    REFUSED(w, fsdp_set_requires_gradient_sync(m, stranger, 0), "another model");
+    CALL(w, fsdp_fully_shard(second, &ud, &other));
+    REFUSED(w, fsdp_set_requires_gradient_sync(m, other, 0), "another model");
     CHECK(lab_undefined(m, fsdp_data(u, 0))); /* sharded */
     CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_STATE);
     CALL(w, fsdp_pre_forward(u));

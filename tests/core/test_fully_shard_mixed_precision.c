@@ -49,7 +49,7 @@ TEST_P(fully_shard_mixed_precision, dtypes, table) {
         for (int plain = 0; plain < 2; plain++)
             for (int direct = 0; direct < 2; direct++) {
                 c.plain = plain, c.direct_min = direct;
-                fs_train_beside(&c, s);
+                fs_train_and_compare(&c, s);
             }
         fs_story_free(s, &c);
     }
@@ -208,7 +208,7 @@ TEST_P(fully_shard_mixed_precision, partial_sums, table) {
     fs_story *s = fs_tell(&c);
     for (int plain = 0; plain < 2; plain++) {
         c.plain = plain;
-        fs_train_beside(&c, s);
+        fs_train_and_compare(&c, s);
     }
     fs_story_free(s, &c);
 }
@@ -241,7 +241,7 @@ TEST(fully_shard_mixed_precision, grad_dtype_preserved_numerics) {
     single.micros = c.micros = 3, single.before = c.before = sync_last;
     fs_story *s = fs_tell(&single);
     c.atol = 1e-4, c.rtol = 8e-3;
-    fs_train_beside(&c, s);
+    fs_train_and_compare(&c, s);
     fs_story_free(s, &c);
 }
 

@@ -84,7 +84,7 @@ TEST(fully_shard_frozen, mixed_requires_grad_per_group, SLOW) {
             c.raf = reshards[k % 3], c.lanes = (k + size) % 3, c.ac = k / 6;
             if (size == 3 && c.raf == 2) c.raf = 0; /* it does not divide */
             c.make = after ? made_trainable : NULL, c.build = after ? freeze : fs_watch;
-            fs_train_beside(&c, s);
+            fs_train_and_compare(&c, s);
         }
         fs_story_free(s, &c);
     }

@@ -145,9 +145,9 @@ TEST(fully_shard_training, post_optim_event) {
     fs_slow = FS_SLOW_OPTIM | FS_SLOW_GATHER;
     for (int lanes = 0; lanes < 3; lanes++) {
         c.lanes = lanes, c.ahead = 1, c.build = NULL, c.after = slow_optimizer;
-        fs_train_beside(&c, s);
+        fs_train_and_compare(&c, s);
         c.build = kept_after_backward, c.after = still_gathered;
-        fs_train_beside(&c, s);
+        fs_train_and_compare(&c, s);
     }
     fs_story_free(s, &c);
 }
@@ -285,7 +285,7 @@ TEST(fully_shard_training, double_forward_with_nested_fsdp_and_checkpoint) {
         for (int ac = 0; ac <= (n ? FS_AC_OWN : FS_AC_NESTED); ac++)
             for (size_t i = 0; i < COUNT(reshards) - (n == 2); i++) {
                 c.ac = ac, c.raf = reshards[i], c.lanes = (int)i;
-                fs_train_beside(&c, s);
+                fs_train_and_compare(&c, s);
             }
         fs_story_free(s, &c);
     }
@@ -461,7 +461,7 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
             c.user = &h[grouped][never];
             if (!like->raf) c.raf = never ? NEVER : ALWAYS;
             if (!s[grouped]) s[grouped] = fs_tell(&c);
-            fs_train_beside(&c, s[grouped]);
+            fs_train_and_compare(&c, s[grouped]);
         }
     }
     if (s[0]) CHECK_EQ_MEM(s[0]->loss, s[1]->loss, sizeof s[0]->loss);
@@ -896,7 +896,7 @@ TEST(fully_shard_training, 2d_mlp_with_nd_mesh, SECONDS(120) | SLOW | AT_NIGHT(G
                          .shard = 1,
                          .replicate = -1,
                          .names = {"pp", "dp", "tp"}};
-    train_beside_tp(&p);
+    train_tp_and_compare(&p);
 }
 
 /* PyTorch: test_fully_shard_training.py test_3d_mlp_with_nd_mesh. Done: as 2d_mlp_with_nd_mesh,
@@ -907,7 +907,7 @@ TEST(fully_shard_training, 3d, SECONDS(120) | SLOW | AT_NIGHT(GLOO | NCCL)) {
                          .shard = 1,
                          .replicate = 0,
                          .names = {"dp_replicate", "dp_shard", "tp"}};
-    train_beside_tp(&p);
+    train_tp_and_compare(&p);
 }
 
 /* An MLP that tp cuts, and a mixture of two experts; row n of a batch goes to expert n % 2. The
@@ -1123,7 +1123,7 @@ static void hsdp(int all) {
                 c.offload = k & 1, c.ac = k >> 1 & 1, c.raf = k & 4 ? NEVER : ALWAYS;
                 if (!all && (c.offload + c.ac + k / 4) % 2 != last) continue;
                 c.lanes = (int)((size_t)(k + k / 3) + i) % 3;
-                fs_train_beside(&c, s);
+                fs_train_and_compare(&c, s);
             }
             fs_story_free(s, &c);
         }
@@ -1222,7 +1222,7 @@ TEST(fully_shard_training, worldsize1) {
         for (int k = 0; k < 3; k++) {
             c.raf = k - 1, c.mesh_2d = k == 1, c.user = &h[k];
             c.after = keep_grad_bits, c.end = nothing_was_said;
-            fs_train_beside(&c, s);
+            fs_train_and_compare(&c, s);
             CHECK_EQ_MEM(h[k].bits, h[0].bits, sizeof h[k].bits);
             CHECK(h[k].bits[FS_ITERS - 1][0] != 0);
         }

@@ -364,7 +364,7 @@ static const struct {
     {"nothing_left", {OMPI("0", "1", "0")}, NULL},
 };
 static char told[1024];
-static void keep_told(int level, fsdp_status code, int rank, const char *text, void *user) {
+static void keep_warning(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)code, (void)rank, (void)user;
     if (level == FSDP_LOG_WARN) snprintf(told, sizeof told, "%s", text);
 }
@@ -372,7 +372,7 @@ TEST_P(launch, warns_of_single_ranks, alones) {
     fsdp_world_desc d = FSDP_ZERO;
     fsdp_world *w;
     environment(row->variables, 0);
-    d.logger.log = keep_told;
+    d.logger.log = keep_warning;
     CALL(NULL, fsdp_init(&d, &w));
     CHECK_EQ_INT(fsdp_world_size(w), 1);
     CHECK_MSG(row->told ? strstr(told, row->told) != NULL : !*told, "told '%s'", told);
@@ -387,7 +387,7 @@ static const struct {
     {"rank", {TORCHRUN("one", "2")}, "RANK is 'one', expected an integer from 0 to "},
     {"negative_rank", {TORCHRUN("-1", "2")}, "RANK is '-1', expected an integer from 0 to "},
     {"fraction", {TORCHRUN("0.5", "2")}, "RANK is '0.5', expected an integer from 0 to "},
-    {"blank_behind", {TORCHRUN("1 ", "2")}, "RANK is '1 ', expected an integer from 0 to "},
+    {"blank_after", {TORCHRUN("1 ", "2")}, "RANK is '1 ', expected an integer from 0 to "},
     {"world_size", {TORCHRUN("0", "0")}, "WORLD_SIZE is '0', expected an integer from 1 to "},
     {"too_large",
      {TORCHRUN("0", "4294967298")},
@@ -437,7 +437,7 @@ static const struct {
     {"range_and_number", "n[01-03,7]", "n01", "n01,n02,n03,n7"},
     {"number_and_range", "n[7,09-11],x", "n7", "n7,n09,n10,n11,x"},
     {"two_ranges", "n[1-2]r[3-5]", "n1r3", "n1r3,n1r4,n1r5,n2r3,n2r4,n2r5"},
-    {"behind_the_bracket", "n[08-10].site,m[1-2]", "n08.site", "n08.site,n09.site,n10.site,m1,m2"},
+    {"after_the_bracket", "n[08-10].site,m[1-2]", "n08.site", "n08.site,n09.site,n10.site,m1,m2"},
     {"dashes", "gpu-a[001-100]", "gpu-a001", ""},
     {"dash_without_bracket", "gpu-a-1,gpu-a-2", "gpu-a-1", "gpu-a-1,gpu-a-2"},
     {"many", "n[00001-20000]", "n00001", ""},
@@ -667,7 +667,7 @@ static const struct {
     {"local_rank", {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=a"}, {"LOCAL_RANK", "'a'"}},
     {"no_size", {"RANK=0", "MASTER_PORT=1"}, {"RANK is set", "WORLD_SIZE is not"}},
     {"no_rank", {"WORLD_SIZE=2", "MASTER_PORT=1"}, {"WORLD_SIZE is set", "RANK is not"}},
-    {"rank_without_its_size_beside_open_mpi",
+    {"rank_without_its_size_below_open_mpi",
      {"RANK=0", OMPI("0", "2", "0")},
      {"RANK is set", "WORLD_SIZE is not"}},
     {"rank_too_large", {"RANK=4", "WORLD_SIZE=4", "MASTER_PORT=1"}, {"RANK is 4", "WORLD_SIZE"}},

@@ -1530,7 +1530,7 @@ static void run_seeds(int mode, int seeds, int64_t steps) {
 
 TEST(model, inline_calls) { run_seeds(INLINE, 6, 10000); }
 TEST(model, streams) { run_seeds(STREAMS, 6, 10000); }
-TEST(model, lanes) { run_seeds(LANES, 3, 10000); }
+TEST(model, comm_threads) { run_seeds(LANES, 3, 10000); }
 TEST(long_model, inline_calls, SECONDS(600) | NIGHT) { run_seeds(INLINE, 12, 100000); }
 TEST(long_model, streams, SECONDS(600) | NIGHT) { run_seeds(STREAMS, 12, 100000); }
-TEST(long_model, lanes, SECONDS(600) | NIGHT) { run_seeds(LANES, 6, 100000); }
+TEST(long_model, comm_threads, SECONDS(600) | NIGHT) { run_seeds(LANES, 6, 100000); }

@@ -117,7 +117,7 @@ H_FN void run_on(const way *how, int ranks, void (*body)(rig *r)) {
     t.body = body, t.ndim = 1, t.mesh[0] = ranks;
     run_task(how, &t);
 }
-H_FN void run_beside(const way *how, int ranks, void (*body)(rig *r)) { /* with overlap */
+H_FN void run_with_overlap(const way *how, int ranks, void (*body)(rig *r)) { /* with overlap */
     task t = FSDP_ZERO;
     t.body = body, t.ndim = 1, t.mesh[0] = ranks, t.overlap = 1;
     run_task(how, &t);
@@ -194,7 +194,7 @@ H_FN void run_redist(const rig *r, fsdp_redistribution *x, float *dst, const flo
     CALL(r->b.w, fsdp_redistribute(x, dst, src));
     settle(r);
 }
-H_FN void run_behind(const rig *r, fsdp_redistribution *x, float *dst, const float *src) {
+H_FN void run_async(const rig *r, fsdp_redistribution *x, float *dst, const float *src) {
     CALL(r->b.w, fsdp_redistribute_begin(x, dst, src));
     CALL(r->b.w, fsdp_redistribute_wait(x));
     settle(r);

@@ -989,7 +989,7 @@ static void async_step(rig *r, void *arg) {
     const async *a = (const async *)arg;
     for (int i = 0; i < 60; i++) a->x[i] = unit_value(3 + 100 * rig_who(r, r->rank), i) / 3;
     memset(a->y, 0x5a, 60 * sizeof *a->y);
-    if (a->beside) run_behind(r, a->run, a->y, a->x);
+    if (a->beside) run_async(r, a->run, a->y, a->x);
     else run_redist(r, a->run, a->y, a->x);
     rig_saw(r, a->y, a->out);
 }
@@ -1023,7 +1023,7 @@ static void async_body(rig *r) {
 /* PyTorch: test_dtensor_compile.py test_dynamo_dtensor_from_local_redistribute_async. Done: the
    bits and collectives of the blocking call, with which values are compared. */
 TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute_async, streams) {
-    run_beside(row, 2, async_body);
+    run_with_overlap(row, 2, async_body);
 }
 
 /* The first use of a gather under way waits for it, once. */
@@ -1054,7 +1054,7 @@ static void in_flight_body(rig *r) {
 }
 /* PyTorch: test_dtensor_compile.py test_graph_input_is_async. Done: nothing waits after the start;
    a second wait issues no op. */
-TEST_P(dtensor_compile, graph_input_is_async, streams) { run_beside(row, 2, in_flight_body); }
+TEST_P(dtensor_compile, graph_input_is_async, streams) { run_with_overlap(row, 2, in_flight_body); }
 
 /* Two gradients are under way, and are waited for in reverse order. Then the model ends with one
    under way. */
@@ -1085,7 +1085,7 @@ static void tangents_body(rig *r) {
 /* PyTorch: test_dtensor_compile.py test_unwrap_async_collective_tensor_tangent. Partly: two
    gradients under way, waited for in the other order. No tensor of two tensors. */
 TEST_P(dtensor_compile, unwrap_async_collective_tensor_tangent, streams) {
-    run_beside(row, 2, tangents_body);
+    run_with_overlap(row, 2, tangents_body);
 }
 
 /* Partial values stay partial in a sum and in a product with a replicated factor. */
@@ -1727,7 +1727,7 @@ static void simple_step(rig *r, void *arg) {
 
 /* Three eager steps have equal bits; the second and the third have equal ops (the first has no
    gradients to zero). */
-static uint64_t simple_by_calls(rig *r, simple *m) {
+static uint64_t simple_eager(rig *r, simple *m) {
     m->compares = 1;
     r->hash = 1;
     simple_step(r, m);
@@ -1773,12 +1773,12 @@ static void simple_planned(rig *r, simple *m, uint64_t bits) {
 static void simple_body(rig *r) {
     const setup *c = (const setup *)r->arg;
     simple *m = simple_begin(r, c);
-    const uint64_t bits = simple_by_calls(r, m);
+    const uint64_t bits = simple_eager(r, m);
     const uint64_t grads = m->grads;
     if (c->checkpoint) { /* without it the gradients are equal */
         setup plain = *c;
         plain.checkpoint = 0, m->c = &plain;
-        W_CHECK(simple_by_calls(r, m) == bits && m->grads == grads, "other bits without recompute");
+        W_CHECK(simple_eager(r, m) == bits && m->grads == grads, "other bits without recompute");
         m->c = c;
     }
     simple_planned(r, m, bits);

@@ -607,12 +607,12 @@ static void groups_change(job *j, int planned) {
     const fsdp_optim_group g = fsdp_adamw_defaults().groups[0];
     CHECK_STATUS(set_group(j, 0, &g), FSDP_ERR_ABORTED);
 }
-static void by_calls(job *j) { groups_change(j, 0); }
+static void eagerly(job *j) { groups_change(j, 0); }
 static void by_plan(job *j) { groups_change(j, 1); }
 
 TEST_P(optim, set_group, lab_optim_kinds) {
     for (int world = 1; world <= 3; world++)
-        launch(world, (int)(row - lab_optim_kinds), world == 2, world == 3, by_calls);
+        launch(world, (int)(row - lab_optim_kinds), world == 2, world == 3, eagerly);
     launch(1, (int)(row - lab_optim_kinds), 0, 0, by_plan);
     launch(2, (int)(row - lab_optim_kinds), 1, 0, by_plan);
 }

@@ -391,7 +391,7 @@ static int scaled_step(job *j, int step, int bad) {
     return found;
 }
 
-static void same_verdicts(const config *c) {
+static void same_results(const config *c) {
     static const int bad[] = {-1, 5, -1, 8, 10, -1, 11, -1}; /* a parameter of each dtype */
     config host = *c;
     fsdp_grad_scaler_desc d = FSDP_ZERO;
@@ -430,7 +430,7 @@ TEST(optim_device, scaler) {
             for (int g = 0; g < 4; g++) {
                 config c = {places[at].world, places[at].rank, 0, device,
                             FSDP_DTYPE_KEEP,  grads[g],        0};
-                same_verdicts(&c);
+                same_results(&c);
             }
 }
 

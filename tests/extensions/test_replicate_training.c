@@ -154,7 +154,7 @@ TEST(replicate_training, register_fsdp_forward_method) { forward_method(FS_REPLI
 TEST(replicate_training, replicate_tp) {
     static parallel p = {
         .ndim = 2, .shape = {2, 2}, .shard = -1, .replicate = 0, .names = {"dp_replicate", "tp"}};
-    train_beside_tp(&p);
+    train_tp_and_compare(&p);
 }
 
 /* ---- test_replicate_with_fsdp ---------------------------------------------------------------- */
@@ -287,7 +287,7 @@ TEST(replicate_with_fsdp, train_parity_2d_mlp) {
                          .shard = 1,
                          .replicate = 0,
                          .names = {"dp_replicate", "dp_shard", "tp"}};
-    train_beside_tp(&p);
+    train_tp_and_compare(&p);
 }
 
 /* ---- test_replicate_mixed_precision ---------------------------------------------------------- */

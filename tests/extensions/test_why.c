@@ -652,7 +652,7 @@ static void small_screen(const fsdpi_tr_job *job, char *text, size_t cap) {
 }
 
 /* Rank 1 arrives 0.3 ms late at the first gather of each step; rank 0 is last at no other one. */
-TEST(why, screen_of_lanes) {
+TEST(why, screen_of_comm_threads) {
     static small t[2];
     fsdpi_tr_rank ranks[2];
     fsdpi_tr_job job;

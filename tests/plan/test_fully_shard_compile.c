@@ -76,7 +76,7 @@ static const row frozen_row = {{4, 3}, {40, 36}, {36, 40}, 3, 4};
 
 /* Every record of a replayed step is that of a step by calls, in the same order. */
 static const row *expected;
-static void as_by_calls(int size) {
+static void as_eager(int size) {
     check_row(expected);
     CHECK_EQ_INT(report()->ops[1], report()->ops[0]);
     for (int r = 0; r < size; r++)
@@ -90,7 +90,7 @@ static void eager(nets_net net, const row *want) {
     begin(net, ALL_PASSES);
     job.watched = 1;
     expected = want;
-    everywhere(as_by_calls);
+    everywhere(as_eager);
 }
 
 /* Two segments: nothing is reduced in forward, and one program has both. */

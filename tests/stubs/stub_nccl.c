@@ -204,7 +204,7 @@ static mapping *attach(const where *w, int size) {
 }
 
 /* All ranks have arrived: the file need not be opened again. */
-static void close_door(mapping *m) {
+static void close_file(mapping *m) {
     take_lock();
     if (m->fd >= 0) close(m->fd);
     m->fd = -1;
@@ -740,7 +740,7 @@ static ncclResult_t do_init(job *j) {
         return warn(ncclInvalidUsage, "two ranks have the same number, or the id is used again");
     tell_device(c, &s->members[c->rank]);
     if (!meet(c)) return warn(ncclInternalError, "aborted while it waited for other ranks");
-    close_door(c->file);
+    close_file(c->file);
     return check_devices(c);
 }
 

@@ -138,7 +138,7 @@ static const struct {
      "command python3 'case $2 in *nvidia.nccl*) echo \"$T/wheel\" ;; *) exit 1 ;; esac'",
      HOME "CONDA_PREFIX=\"$T/conda\"",
      {"-L$T/conda/lib", "(CONDA_PREFIX=", "NCCL 2.28.9", "NVCC = "}},
-    {"cuda_of_another_major_is_told",
+    {"cuda_of_another_major_is_reported",
      "nccl nccl 22809 22809 libnccl.so 12.9",
      HOME "NCCL_HOME=\"$T/nccl\"",
      {"warning: this NCCL was made for CUDA 12.9, the toolkit is 13.0", "for CUDA 12.9",

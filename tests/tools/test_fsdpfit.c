@@ -813,7 +813,7 @@ TEST(fsdpfit, answer_at_the_last_byte) {
 }
 
 /* Returns the rest of the line after `before` in the output; "" if it does not occur. */
-static const char *words_behind(const char *before) {
+static const char *words_after(const char *before) {
     static char words[200];
     const char *at = strstr(output, before);
     snprintf(words, sizeof words, "%.*s", at ? (int)strcspn(at + strlen(before), "\n") : 0,
@@ -841,7 +841,7 @@ TEST(fsdpfit, what_is_said_to_fit_fits) {
     CHECK(!strstr(output, "--reshard"));
     CHECK(!strstr(output, "cpu_offload")); /* both memories are the same */
     snprintf(all, sizeof all, "%s", output);
-    snprintf(mesh, sizeof mesh, "%s", words_behind("  --mesh "));
+    snprintf(mesh, sizeof mesh, "%s", words_after("  --mesh "));
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh %s --limit 24GiB", path, mesh), 0);
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --param bf16", path), 0);
     CHECK_EQ_INT(fit("%s --ranks 16 --mesh 2x8 --limit 24GiB --cpu-offload", path), 2);

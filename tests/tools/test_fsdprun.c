@@ -13,6 +13,7 @@
 #include "fsdp.h"
 #include "backends/fsdp_store.h"
 #include <grp.h>          /* setgroups */
+#include <sys/ptrace.h>   /* ptrace */
 #include <sys/resource.h> /* setrlimit */
 
 static char output[16384]; /* both streams of the last command */
@@ -125,7 +126,7 @@ static void read_until(const char *part, int times) {
 }
 
 /* Returns the number after a word of the output. */
-static pid_t number_behind(const char *word) {
+static pid_t number_after(const char *word) {
     const char *at = strstr(output, word);
     CHECK_MSG(at != NULL, "\"%s\" does not say \"%s\"", output, word);
     return (pid_t)atoi(at + strlen(word));
@@ -368,14 +369,14 @@ TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
              h_tmpdir());
     pid_t pid = start("-n", "4", "sh", "-c", script, (const char *)NULL);
     read_until("keeper", 4);
-    const pid_t keeper = number_behind("keeper=");
+    const pid_t keeper = number_after("keeper=");
     CHECK_EQ_INT(kill(keeper, SIGSTOP), 0);
     while (state_of(keeper) != 'T') usleep(1000);
     go();
     for (int r = 0; r < 4; r++) {
         char word[16];
         snprintf(word, sizeof word, "rank%d=", r);
-        while (state_of(number_behind(word)) != 'Z') usleep(1000);
+        while (state_of(number_after(word)) != 'Z') usleep(1000);
     }
     CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
@@ -532,7 +533,7 @@ TEST_P(fsdprun, nothing_is_left_when_it_is_killed, shapes, strstr(row->script, "
 TEST_P(fsdprun, nothing_is_left_when_the_keeper_is_killed, shapes,
        strstr(row->script, "trap") ? SLOW : 0) {
     pid_t pid = start_shape((int)(row - shapes), "1");
-    kill(number_behind("keeper="), SIGKILL);
+    kill(number_after("keeper="), SIGKILL);
     CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
     says("which looks after the ranks, was killed by signal 9");
 }
@@ -611,16 +612,16 @@ TEST(fsdprun, the_keeper_has_a_name_of_its_own) {
 TEST(fsdprun, other_processes_stay) {
     static const char *const words[] = {"sh", "-c",
                                         "sleep 1000 >/dev/null 3>&- 4>&- 5>&- 6>&- & "
-                                        "echo stranger=$!,; exec \"$@\"",
+                                        "echo other=$!,; exec \"$@\"",
                                         "sh", NULL};
     in_front = words;
     pid_t pid = start("-n", "1", "sh", "-c", "echo keeper=$PPID,; sleep 1000", (const char *)NULL);
     read_until("keeper=", 1);
-    kill(number_behind("keeper="), SIGKILL);
+    kill(number_after("keeper="), SIGKILL);
     int status;
     CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 128 + SIGKILL);
-    CHECK_EQ_INT(kill(number_behind("stranger="), SIGKILL), 0);
+    CHECK_EQ_INT(kill(number_after("other="), SIGKILL), 0);
 }
 
 static const struct {
@@ -631,7 +632,7 @@ static const struct {
     {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
     {"no_number_as_mpirun", {"-np", "two", "true"}, "-n 'two'", 2},
     {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
-    {"nothing_behind", {"-n"}, "-n ''", 2},
+    {"nothing_after", {"-n"}, "-n ''", 2},
     {"no_program", {"-n", "2"}, "no program was given", 2},
     {"grace", {"--grace", "soon", "true"}, "--grace 'soon': expected a number from 0 to 86400", 2},
     {"restarts", {"--max-restarts=-1", "true"}, "--max-restarts '-1': expected a number from 0", 2},
@@ -772,7 +773,7 @@ TEST_P(fsdprun, does_not_come_back, for_good) {
                               "while :; do sleep 0.05; done",
                       (const char *)NULL);
     read_until("ready", 2);
-    kill(row->of_keeper ? number_behind("keeper=") : pid, row->sig);
+    kill(row->of_keeper ? number_after("keeper=") : pid, row->sig);
     if (row->status >= 0) CHECK_EQ_INT(finish(pid), row->status);
     else CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
     CHECK(is_gone(pid, 20000));
@@ -1065,13 +1066,13 @@ static const char reads[] = "test $RANK = 1 && { echo other=$$,; exec sleep 1000
 TEST(fsdprun, a_terminal_rules_it, SLOW) {
     start_shell(reads);
     shows("reader=", 1), shows("other=", 1);
-    const pid_t other = number_behind("other=");
+    const pid_t other = number_after("other=");
     type_keys("one\n");
     shows("got-one", 1);
     type_keys("\x1a"); /* Ctrl-Z stops all */
     CHECK(WIFSTOPPED(next_change()));
     while (state_of(other) != 'T') usleep(1000);
-    while (state_of(number_behind("reader=")) != 'T') usleep(1000);
+    while (state_of(number_after("reader=")) != 'T') usleep(1000);
     CHECK_EQ_INT(write(orders[1], "f", 1), 1);
     type_keys("two\n");
     shows("got-two", 1);
@@ -1305,7 +1306,7 @@ TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
     read_until("rank", 4);
     for (int r = 1; r <= row->stopped; r++) {
         snprintf(word, sizeof word, "rank%d=", r);
-        stop(number_behind(word));
+        stop(number_after(word));
     }
     go();
     CHECK_EQ_INT(finish(pid), 5);
@@ -1313,8 +1314,121 @@ TEST_P(fsdprun, stopped_ranks_are_named, stopped_ranks) {
     if (!row->stopped) return;
     snprintf(
         text, sizeof text, "[E565] rank 1 (process %ld) is stopped%s: it may be what the others",
-        (long)number_behind("rank1="), row->stopped > 1 ? ", and so are 1 more of this node" : "");
+        (long)number_after("rank1="), row->stopped > 1 ? ", and so are 1 more of this node" : "");
     says(text);
+}
+
+/* A process that is stopped is named, not the shell that waits for it. */
+TEST(fsdprun, a_stopped_child_of_a_rank_is_named) {
+    char text[200];
+    setenv("DIR", h_tmpdir(), 1);
+    pid_t pid = start("-n2", "sh", "-c",
+                      "if test $RANK = 0; then while ! test -e $DIR/go; do sleep 0.02; done;"
+                      "exit 5; fi; sh -c 'echo inner=$$; exec sleep 1000'; true",
+                      (const char *)NULL);
+    read_until("inner=", 1);
+    const pid_t inner = number_after("inner=");
+    stop(inner);
+    go();
+    CHECK_EQ_INT(finish(pid), 5);
+    snprintf(text, sizeof text, "[E565] rank 1 (process %ld) is stopped: ", (long)inner);
+    says(text);
+}
+
+/* Returns how often a process has waited. */
+static long count_waits(pid_t pid) {
+    char path[64], line[128];
+    long n = 0;
+    snprintf(path, sizeof path, "/proc/%ld/status", (long)pid);
+    FILE *f = fopen(path, "r");
+    CHECK(f != NULL);
+    while (fgets(line, sizeof line, f) && sscanf(line, "voluntary_ctxt_switches: %ld", &n) != 1)
+        continue;
+    fclose(f);
+    return n;
+}
+
+/* Returns when a keeper has looked at its ranks and waited that often. */
+static void await_waits(pid_t keeper, int times) {
+    for (const long begin = count_waits(keeper); count_waits(keeper) < begin + times;) usleep(1000);
+}
+
+/* Ranks in `ends` end well; others are stopped, except for those in `runs`, or debugged. If only
+   stopped ranks are left, and another one has ended, the job ends after its timeout, unless they
+   are continued. */
+enum { STOPPED, CONTINUED, DEBUGGED };
+static const struct {
+    const char *name, *ends, *runs, *shell, *timeout_ms;
+    int how, is_named;
+} last_ranks[] = {{"one", "02", "", "exec sh", "700", STOPPED, 1},
+                  {"two", "1", "", "exec sh", "700", STOPPED, 1},
+                  {"child", "12", "", "sh", "700", STOPPED, 1},
+                  {"continued", "01", "", "exec sh", "600000", CONTINUED, 1},
+                  {"all", "", "", "exec sh", "1", CONTINUED, 0},
+                  {"another_runs", "0", "2", "exec sh", "1", CONTINUED, 0},
+                  {"debugged", "12", "", "exec sh", "1", DEBUGGED, 0}};
+TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLOW) {
+    char script[600], word[16], text[300];
+    pid_t left[3], ends[3];
+    int num_left = 0, num_ends = 0, first = -1;
+    setenv("FSDP_TIMEOUT_MS", row->timeout_ms, 1);
+    setenv("DIR", h_tmpdir(), 1);
+    snprintf(script, sizeof script,
+             "echo keeper=$PPID,; %s -c 'echo rank$RANK=$$,; case -%s in *$RANK*) f=go;; *) "
+             "f=end;; esac; while ! test -e $DIR/$f; do sleep 0.02; done'; exit $?",
+             row->shell, row->ends);
+    pid_t pid = start("-n3", "sh", "-c", script, (const char *)NULL);
+    read_until("rank", 3);
+    const pid_t keeper = number_after("keeper=");
+    for (int r = 0; r < 3; r++) {
+        snprintf(word, sizeof word, "%d", r);
+        const int is_left = !strstr(row->ends, word), runs = strstr(row->runs, word) != NULL;
+        snprintf(word, sizeof word, "rank%d=", r);
+        const pid_t rank = number_after(word);
+        if (!is_left) ends[num_ends++] = rank;
+        if (!is_left || runs) continue;
+        left[num_left++] = rank;
+        if (first < 0) first = r;
+        if (row->how != DEBUGGED) stop(rank);
+        else if (ptrace(PTRACE_ATTACH, rank, NULL, NULL)) SKIP("no process can be debugged here");
+        else CHECK_EQ_INT(waitpid(rank, NULL, __WALL), rank);
+    }
+    go();
+    for (int k = 0; k < num_ends; k++)
+        while (state_of(ends[k]) != 'X') usleep(1000);
+    snprintf(text, sizeof text, "[E495] rank %d (process %ld) is stopped, and all other ranks",
+             first, (long)left[0]);
+    if (row->is_named) read_until(text, 1);
+    else {
+        char path[64];
+        snprintf(path, sizeof path, "/proc/%ld/fd", (long)keeper);
+        await_waits(keeper, 1);
+        const int fds = h_entries(path);
+        await_waits(keeper, 4);
+        CHECK_EQ_INT(h_entries(path), fds);
+    }
+    close(open(strcat(strcpy(script, getenv("DIR")), "/end"), O_CREAT | O_WRONLY, 0600));
+    for (int k = 0; k < num_left && row->how == CONTINUED; k++) kill(left[k], SIGCONT);
+    if (row->how == DEBUGGED) CHECK_EQ_INT(ptrace(PTRACE_DETACH, left[0], NULL, NULL), 0);
+    CHECK_EQ_INT(finish(pid), row->how == STOPPED);
+    CHECK_EQ_INT(count("[E495]"), row->is_named);
+    CHECK_EQ_INT(count("[E497]"), row->how == STOPPED);
+    CHECK_EQ_INT(count("[E565]"), 0);
+    snprintf(text, sizeof text, "[E497] rank %d (process %ld) has been stopped for 0.7 s", first,
+             (long)left[0]);
+    if (row->how == STOPPED) says(text);
+}
+
+/* Such an end is a failure as others: the ranks are started again, and at last named. */
+TEST(fsdprun, a_rank_is_stopped_in_each_start, SLOW) {
+    setenv("FSDP_TIMEOUT_MS", "300", 1);
+    CHECK_EQ_INT(RUN("-n2", "--max-restarts=1", "sh", "-c",
+                     STARTED "test $RANK = 0 || { kill -STOP $$; sleep 1000; }"),
+                 1);
+    check_starts(2);
+    CHECK_EQ_INT(count("[E561]"), 1);
+    CHECK_EQ_INT(count("The first failure: [E497] rank 1 (process "), 1);
+    CHECK_EQ_INT(count("[E497]"), 3);
 }
 
 /* Has this process such a signal, which it has not taken yet? */
@@ -1347,8 +1461,8 @@ TEST_P(fsdprun, a_stopped_keeper_is_named, stopped_keepers) {
              row->fails);
     pid_t pid = start("-n2", "sh", "-c", text, (const char *)NULL);
     read_until("keeper=", 2);
-    const pid_t keeper = number_behind("keeper=");
-    const pid_t ranks[] = {number_behind("rank0="), number_behind("rank1=")};
+    const pid_t keeper = number_after("keeper=");
+    const pid_t ranks[] = {number_after("rank0="), number_after("rank1=")};
     stop(keeper);
     for (int r = 1; r >= 0; r--) {
         snprintf(path, sizeof path, "%s/go%d", h_tmpdir(), r);
@@ -1534,7 +1648,7 @@ TEST_P(fsdprun, nodes_come_back_when_a_rank_fails, of_nodes) {
     char text[80];
     start_nodes(nodes, "60000");
     snprintf(text, sizeof text, "rank%d.0=", row->rank);
-    CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+    CHECK_EQ_INT(kill(number_after(text), SIGKILL), 0);
     end_second_start(nodes);
     snprintf(text, sizeof text, "fsdprun: [E541] rank %d (process ", row->rank);
     says(text);
@@ -1552,7 +1666,7 @@ static const struct {
 static void kill_node(int node, int of_keeper, pid_t *nodes) {
     char text[80];
     snprintf(text, sizeof text, "keeper%d=", node);
-    CHECK_EQ_INT(kill(of_keeper ? number_behind(text) : nodes[node], SIGKILL), 0);
+    CHECK_EQ_INT(kill(of_keeper ? number_after(text) : nodes[node], SIGKILL), 0);
     CHECK_EQ_INT(waitpid(nodes[node], NULL, 0), nodes[node]);
     CHECK(is_gone(nodes[node], 20000));
     snprintf(text, sizeof text, "[E557] the fsdprun of node %d has ended or is cut off", node);
@@ -1591,7 +1705,7 @@ TEST_P(fsdprun, a_node_that_comes_back_knows_the_first_failure, lost_nodes) {
         snprintf(text, sizeof text, "start=%d", start);
         read_until(text, 4);
         snprintf(text, sizeof text, "rank%d.%d=", 2 * !row->node, start); /* the other node */
-        CHECK_EQ_INT(kill(number_behind(text), SIGKILL), 0);
+        CHECK_EQ_INT(kill(number_after(text), SIGKILL), 0);
     }
     for (int k = 0; k < 2; k++) CHECK(finish(nodes[k]) != 0);
     snprintf(text, sizeof text, "The first failure: [E557] the fsdprun of node %d", row->node);
@@ -1675,7 +1789,7 @@ TEST_P(fsdprun, a_stopped_node_is_named, stopped_nodes, SLOW) {
     char text[100];
     start_nodes(nodes, "4000");
     snprintf(text, sizeof text, "keeper%d=", row->node);
-    const pid_t keeper = number_behind(text);
+    const pid_t keeper = number_after(text);
     stop(keeper);
     go();
     snprintf(text, sizeof text, "[E562] the fsdprun of node %d has given no sign of life",
@@ -1706,7 +1820,7 @@ TEST(fsdprun, a_node_that_has_ended_well_comes_back) {
                               "test $GROUP_RANK.$FSDP_RESTART_COUNT = 1.0 || exit 0;"
                               "while ! test -e $DIR/go; do sleep 0.02; done; exit 5");
     read_until("start=0", 4);
-    while (state_of(number_behind("rank0=")) != 'X' || state_of(number_behind("rank1=")) != 'X')
+    while (state_of(number_after("rank0=")) != 'X' || state_of(number_after("rank1=")) != 'X')
         usleep(1000);
     go();
     end_second_start(nodes);
@@ -1803,7 +1917,7 @@ TEST_P(fsdprun, the_end_of_another_node, ends_of_others) {
     pid_t pid = start_node_with(row->node, "1", "0", "sh", until_go());
     read_until("start=0", 1);
     snprintf(text, sizeof text, "rank%d.0=", row->node);
-    const pid_t rank = number_behind(text);
+    const pid_t rank = number_after(text);
     if (row->is_stopped) stop(rank);
     fsdpi_store *store = join_as_node(!row->node);
     if (row->end == FAILS) fsdpi_store_abort(store, FSDP_ERR_ABORTED, "", "[E541] of the test");
@@ -1821,4 +1935,58 @@ TEST_P(fsdprun, the_end_of_another_node, ends_of_others) {
     snprintf(text, sizeof text, "fsdprun: [E565] rank %d (process %ld) is stopped: ", row->node,
              (long)rank);
     CHECK_EQ_INT(count(text), row->is_stopped);
+}
+
+/* The ranks of the other node, which this process is, end well, and the rank of this one is stopped.
+   Without restarts the other node leaves, otherwise it waits. */
+static const struct {
+    const char *name, *restarts;
+    int node;
+} left_nodes[] = {{"node_0", "0", 0},
+                  {"node_1", "0", 1},
+                  {"node_0/restarts", "1", 0},
+                  {"node_1/restarts", "1", 1}};
+TEST_P(fsdprun, only_a_stopped_rank_is_left_of_two_nodes, left_nodes,
+       *row->restarts == '0' ? 0 : SLOW) {
+    char text[200], key[32];
+    size_t bytes;
+    const int waits = *row->restarts != '0', other = !row->node;
+    fsdpi_failure failure;
+    fsdpi_store *store = NULL;
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", waits ? "6000" : "700", 1); /* nodes meet within it */
+    pid_t pid = start_node_with(row->node, "1", row->restarts, "sh", until_go());
+    if (waits) {
+        store = join_as_node(other);
+        snprintf(key, sizeof key, "count.%d", other);
+        CHECK_OK(fsdpi_store_set(store, key, "0 ", 2));
+        snprintf(key, sizeof key, "agreed.%d", other);
+        CHECK_OK(fsdpi_store_set(store, key, "", 0));
+    }
+    read_until("start=0", 1);
+    snprintf(text, sizeof text, "rank%d.0=", row->node);
+    const pid_t rank = number_after(text);
+    stop(rank);
+    if (!waits) store = join_as_node(other);
+    snprintf(key, sizeof key, "keeper%d=", row->node);
+    await_waits(number_after(key), 12);
+    CHECK_EQ_INT((read_output(), count("[E495]")), 0); /* the other node runs */
+    snprintf(key, sizeof key, "done.%d", other);
+    if (waits) CHECK_OK(fsdpi_store_set(store, key, "", 0));
+    else fsdpi_store_close(store);
+    snprintf(text, sizeof text, "[E497] rank %d (process %ld) has been stopped for %s s", row->node,
+             (long)rank, waits ? "6.0" : "0.7");
+    if (waits) { /* the other node learns why all are started again */
+        bytes = 0;
+        CHECK_STATUS(fsdpi_store_get(store, "never", key, sizeof key, &bytes, 60000000000),
+                     FSDP_ERR_ABORTED);
+        CHECK(fsdpi_store_failure(store, &failure));
+        CHECK_EQ_INT(strncmp(failure.reason, text, strlen(text)), 0);
+        fsdpi_store_close(store);
+    }
+    CHECK_EQ_INT(finish(pid), 1);
+    says(text);
+    CHECK_EQ_INT(count("[E497]"), 1 + waits); /* E563 repeats it */
+    CHECK_EQ_INT(count("[E560]"), waits);
 }

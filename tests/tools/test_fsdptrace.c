@@ -8,6 +8,8 @@
 #include "harness.h"
 #include "library.c"
 #include <glob.h>
+#include <sched.h> /* unshare */
+#include <sys/mount.h>
 #include <sys/prctl.h>
 
 enum { RANKS = 4, UNITS = 3, CALLS = 4 * UNITS, STEPS = 6 };
@@ -454,6 +456,80 @@ TEST(fsdptrace, records_that_have_ended, NO(GLOO | NCCL)) {
     }
 }
 
+/* Checks that the output is one JSON object, by its braces, brackets and quotes. */
+static void check_json(void) {
+    char open[64];
+    int depth = 0, in_text = 0;
+    for (const char *c = output; *c; c++) {
+        CHECK_MSG(depth || c == output || *c == '\n', "after its end: %s", c);
+        if (in_text && *c == '\\') c++;
+        else if (*c == '"') in_text = !in_text;
+        else if (!in_text && strchr("{[", *c) && depth < 64) open[depth++] = *c == '{' ? '}' : ']';
+        else if (!in_text && strchr("}]", *c))
+            CHECK_MSG(depth && open[--depth] == *c, "%s", output);
+    }
+    CHECK_MSG(!depth && !in_text, "%s", output);
+}
+
+TEST(fsdptrace, json, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400];
+    make_files(dir, sizeof dir);
+    for (int failed = 0; failed < 2; failed++) {
+        CHECK_EQ_INT(hang(dir, "--json"), 1);
+        check_json();
+        CHECK_EQ_INT(says("\"failure\": {\"rank\": 3, \"text\": "), failed);
+        read_record(dir, 3, &r);
+        r.state = FSDPI_FLIGHT_FAILED, r.status = FSDP_ERR_TIMEOUT, r.ended_ns = r.opened_ns;
+        snprintf(r.failure, sizeof r.failure, "a \"text\" {");
+        write_record(dir, 3, &r);
+    }
+}
+
+/* Texts that fill their field, without an end: no byte after the field is shown. */
+TEST(fsdptrace, texts_without_an_end, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record r;
+    char dir[400], text[sizeof r.op[0].what];
+    make_files(dir, sizeof dir);
+    memset(text, 'y', sizeof text);
+    for (int last = 0; last < 2; last++) {
+        for (int k = 0; k < RANKS; k++) { /* its last operation: the first entry, or the last one */
+            read_record(dir, k, &r);
+            const uint32_t at = (uint32_t)(r.begun - 1) % FSDPI_FLIGHT_OPS;
+            const uint32_t to = last ? FSDPI_FLIGHT_OPS - 1 : 0;
+            r.op[to] = r.op[at];
+            if (to != at) r.op[at].number = 0;
+            r.op[to].number = 1 + FSDPI_FLIGHT_OPS + to, r.begun = r.op[to].number;
+            memcpy(r.op[to].what, text, sizeof text);
+            if (!last) memset(&r.op[1].begin_ns, 'y', sizeof r.op[1].begin_ns);
+            memset(r.backend, 'b', sizeof r.backend);
+            memcpy(r.call_what, text, sizeof text);
+            write_record(dir, k, &r);
+        }
+        (void)hang(dir, "--after 0");
+        text[sizeof text - 1] = 0;
+        CHECK_MSG(says(text) && says(" of '"), "%s", output);
+        CHECK_MSG(says(" over bbbbbbbbbbbbbbb, 4 ranks"), "%s", output);
+        text[sizeof text - 1] = 'y';
+        for (const char *c = output; (c = strchr(c, 'y')); c += strspn(c, "y"))
+            CHECK_MSG(strspn(c, "y") < sizeof text, "%s", output);
+    }
+}
+
+/* A world of one rank needs no name. */
+TEST(fsdptrace, a_job_without_a_name, NO(GLOO | NCCL)) {
+    char dir[400];
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    d.flight_record = dir;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_EQ_STR(w->job, "");
+    CHECK_EQ_INT(hang(dir, ""), 0);
+    CHECK_MSG(says("job 'job' over ") && says(", 1 rank. Processes: 1 run"), "%s", output);
+    CHECK_OK(fsdp_shutdown(w));
+}
+
 /* The id identifies the files of one run, whatever the hosts' clocks are. */
 TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
     static const int64_t shifts_s[] = {0, -86400 * 3, 86400 * 3, -60, 30};
@@ -659,6 +735,95 @@ TEST(fsdptrace, time_namespace, NO(GLOO | NCCL)) {
     CHECK(WIFEXITED(status));
     if (WEXITSTATUS(status) == 77) SKIP("time namespaces are not allowed here");
     CHECK_EQ_INT(WEXITSTATUS(status), 0);
+}
+
+/* Turns this process into one of another host: with a name, a boot id and a CLOCK_MONOTONIC of its
+   own, which its children get. Returns 0 if that is not permitted. */
+static int enter_host(int host, int64_t mono_s) {
+    char path[400], text[80];
+    FILE *f;
+    if (unshare(CLONE_NEWNS | CLONE_NEWUTS | 0x80 /* CLONE_NEWTIME */) ||
+        mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+        !(f = fopen("/proc/self/timens_offsets", "w")))
+        return 0;
+    fprintf(f, "1 %lld 0\n7 %lld 0\n", (long long)mono_s, (long long)mono_s);
+    if (fclose(f)) return 0;
+    snprintf(path, sizeof path, "%s/boot%d", h_tmpdir(), host);
+    CHECK((f = fopen(path, "w")) != NULL);
+    fprintf(f, "0000000%d-0000-4000-8000-000000000000\n", host);
+    CHECK_EQ_INT(fclose(f), 0);
+    snprintf(text, sizeof text, "host-%d", host);
+    return !mount(path, "/proc/sys/kernel/random/boot_id", NULL, MS_BIND, NULL) &&
+           !sethostname(text, strlen(text));
+}
+
+/* Two hosts whose clocks differ by hours, and this process, which may be on a third one. */
+static const struct {
+    const char *name;
+    int has_own;                  /* ranks 0 and 1 are on the host of this process */
+    int64_t wall_s[2], mono_s[2]; /* of the two hosts, compared with this process */
+} clocks[] = {{"later", 1, {0, 5 * 3600}, {0, 90000}},
+              {"earlier", 1, {0, -7 * 3600}, {0, 3 * 3600}},
+              {"both_elsewhere", 0, {-3 * 3600, 26 * 3600}, {70000, 4 * 3600}}};
+
+/* Starts the job of `board` on both hosts. Returns its process group. */
+static pid_t start_on_hosts(const char *dir, int row) {
+    char job[64];
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid) return pid;
+    (void)setpgid(0, 0);
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+    snprintf(job, sizeof job, "clocks-%d", (int)getpid());
+    for (int rank = 0; rank < RANKS; rank++) {
+        if (fork()) continue;
+        const int host = rank / 2, is_own = host == 0 && clocks[row].has_own;
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (!is_own && !enter_host(host, clocks[row].mono_s[host])) _exit(77);
+        if (!is_own && fork()) pause();
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+        fsdp_world_desc d = FSDP_ZERO;
+        fsdp_world *w;
+        d.rank = rank, d.world_size = RANKS, d.job = job, d.store = "host:";
+        d.flight_record = dir, d.log_level = FSDP_LOG_NONE, d.timeout_ms = 600000;
+        if (fsdp_init(&d, &w)) _exit(1);
+        w->flight->real_ns += clocks[row].wall_s[host] * 1000000000; /* the wall clock's only use */
+        _exit(rank_main(w, NULL));
+    }
+    int status; /* ranks that run do not end */
+    _exit(wait(&status) > 0 && WIFEXITED(status) ? WEXITSTATUS(status) : 1);
+}
+
+/* A job that runs on hosts whose clocks differ by hours: all records are found, nobody is said to
+   wait for hours, and a late rank is found. */
+TEST_P(fsdptrace, hosts_whose_clocks_differ, clocks, NO(NCCL)) {
+    char dir[400];
+    int status = 0;
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != MAP_FAILED);
+    (void)tool();
+    snprintf(dir, sizeof dir, "%s/record", h_tmpdir());
+    board->fault = LATE, board->rank = 1, board->step = 3, board->call = 4;
+    pid_t pid = start_on_hosts(dir, (int)(row - clocks));
+    while (!__atomic_load_n(&board->faulty, __ATOMIC_SEQ_CST)) {
+        const int is_over = waitpid(pid, &status, WNOHANG) == pid;
+        if (is_over && status == 77 << 8) SKIP("no time namespace is permitted here");
+        CHECK_MSG(!is_over, "a rank has ended, status %d", status);
+        usleep(1000);
+    }
+    do CHECK_MSG(!h_is_over(-500), "not late: %s", output);
+    while (hang(dir, "--after 0") != 1 || !found(LATE));
+    CHECK_MSG(number_after(" for ") < 1800, "%s", output);
+    CHECK_MSG(!says("left out") && !says("no readable record"), "%s", output);
+    CHECK_EQ_INT(hang(dir, "--after 1800"), 0);
+    CHECK_MSG(!strncmp(output, "No rank waits longer than 1800 s.\njob '", 39), "%s", output);
+    (void)kill(-pid, SIGKILL);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(hang(dir, "--after 0"), 1); /* from the files only */
+    CHECK_MSG(found(LATE) && number_after(" for ") < 1800, "%s", output);
+    CHECK_MSG(!says("left out") && !says("no readable record"), "%s", output);
 }
 
 /* A file of another version, or a damaged one, is named; the others are read. */

@@ -442,7 +442,7 @@ def test_uninstall_from_a_path_with_blanks():
     check(os.path.exists("a b/stage x/include/fsdp/src/base/dtype.h"), "nothing below DESTDIR")
     check(os.access("a b/stage x/bin/fsdprun", os.X_OK), "no tools below DESTDIR")
     make(f"uninstall {where}")
-    check(os.path.exists("a/mine") and os.path.exists("a b/stage/mine"), "a stranger's file is gone")
+    check(os.path.exists("a/mine") and os.path.exists("a b/stage/mine"), "the file of another program is gone")
     os.rename("a b/stage x", "stage")
     nothing_left()
 

@@ -22,7 +22,7 @@ LICENCE = "Free for all.\n"
 def part(title, code="", more="", uses="", up="../../"):
     """A part of src/core/; with another `up` a file of backends/."""
     guard = re.search(r"\w+(?=\.h)", title).group().upper()
-    by = "A part of fsdp.h, which includes it." if up == "../../" else ""
+    by = "A part of fsdp.h. Callers: programs." if up == "../../" else ""
     return (f"/* {title}\n\n   {by}{more}\n\n   {SPDX}".replace("   \n\n", "") +
             f'#ifndef FSDP_H\n#include "{up}fsdp.h"\n#endif\n'
             f"#ifndef FSDPI_{guard}_H\n#define FSDPI_{guard}_H\n{uses}\n{code}#endif\n")
@@ -273,6 +273,28 @@ def test_port():
     with tree(src_core_a_h=GOOD["src/core/a.h"] + allowed,
               also={"src/base/os.h": "int x = prctl(1);\n"}) as root:
         sh(f"{sys.executable} {TOOLS}/check_text.py port", cwd=root)
+
+
+def test_callers():
+    def calls(*texts):
+        return "/* a.h - it\n\n   Callers: " + "\n   ".join(texts) + SPDX + (
+            "#define FSDPI_A 3\ntypedef struct fsdpi_t {\n    int x;\n} fsdpi_t;\nenum { FSDPI_ONE, FSDPI_TWO = 2 };\n"
+            "static int fsdpi_a(void) { return fsdpi_far(); }\n")
+    finds("callers", "src/core/a.h: its first comment has no line Callers:",
+          src_core_a_h=GOOD["src/core/a.h"].replace("Callers: ", "callers: "))
+    for text, words in (("b.h and gone.h.", "its callers name gone.h, which does not exist"),
+                        ("b.h (fsdpi_b).", "its comment says fsdpi_b, which it does not define"),
+                        ("b.h (fsdpi_far).", "its comment says fsdpi_far, which it does not define"),
+                        ("backends.h, b.h (fsdpi_a).", "its comment says that backends.h uses fsdpi_a"),
+                        ("backends/fsdp_net.h.", "its comment says that backends/fsdp_net.h uses a name of it")):
+        finds("callers", f"src/core/a.h: {words}\n", src_core_a_h=calls(text))
+    users = {f"src/core/{c}.h": part(f"{c}.h - one", f"int x = {name};\n") for c, name in (
+        ("c", "FSDPI_A"), ("d", "sizeof(fsdpi_t)"), ("e", "FSDPI_TWO"))}
+    with tree(src_core_a_h=calls("programs; c.h; d.h; e.h; b.h and",
+                                 " backends/fsdp_base.h (fsdpi_a), core/b.h\n"
+                                 "   (fsdpi_a) and others.\n   Source: torch: gone.h.\n\n   By gone.h. "),
+              also=users) as root:
+        sh(f"{sys.executable} {TOOLS}/check_text.py callers", cwd=root)
 
 
 def test_english():
