@@ -59,7 +59,8 @@ static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
 
 TEST(gpt_math, matmul) {
     static const int sizes[][3] = {{1, 1, 1},   {6, 16, 8},   {5, 15, 3},    {7, 17, 129},
-                                   {48, 33, 8}, {12, 32, 40}, {400, 18, 20}, {13, 50, 300}};
+                                   {48, 33, 8}, {12, 32, 40}, {400, 18, 20}, {13, 50, 300},
+                                   {7, 70, 701}, {391, 35, 1289}};
     uint64_t state = h_seed();
     for (int flags = 0; flags < 8; flags++) {
         for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
