@@ -483,6 +483,10 @@ TEST(llama_units, row_loss) {
     }
     want = log(want) - (double)p[7];
     CHECK_NEAR(llama_row_loss(p, V, 7, &total) / want, 1.0, 1e-7);
+    // equal terms: in a running sum of floats their roundings add up
+    for (int v = 0; v < V; v++) p[v] = v == 7 ? 0.0f : -0.3f;
+    CHECK_NEAR(llama_row_loss(p, V, 7, &total) / log(1.0 + (V - 1) * exp((double)-0.3f)), 1.0,
+               1e-7);
     free(p);
 }
 
