@@ -33,7 +33,7 @@ enum { LLAMA_MAX_EOS = 16 };
 
 typedef struct llama_config {
     int hidden, inner, layers, heads, kv_heads, head_dim, vocab;
-    int context;                             // max_position_embeddings; 0: the files do not say
+    int context;                             // max_position_embeddings, or INT_MAX
     int tied;                                // the head is the embedding
     int qkv_bias, o_bias, mlp_bias, qk_norm; // which optional parameters a layer has
     float eps, theta;
