@@ -1210,7 +1210,9 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard
                                    group; a later one reduces them over the replicas. With one
                                    shard: as without sync. Without replicas: no effect
-   fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
+   fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER, or the n that all of these units
+                                   were made with. fsdp_unit_desc_get tells a unit's present one:
+                                   for generation keep each, set NEVER, and set each again
    fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
    fsdp_set_unshard_in_backward    0: pre_backward does not gather; backward needs no parameters
    fsdp_set_gradient_divide_factor from the next post_backward on gradients are sums divided by

@@ -1,5 +1,5 @@
-/* test_readable.c - what an autograd needs that keeps pointers: the callback of a unit, loads of a
-   unit before the model's first layout, parameters without dimensions
+/* test_readable.c - when parameters can be read: the callback of a unit, reshard modes that are set
+   for a while; loads of a unit before the model's first layout, parameters without dimensions
 
    test_model.c and plan.h check the callback after every call of random programs. Here are the
    ways in which parameters cease to be readable, by name, and the values.
@@ -163,6 +163,74 @@ static void failure(lab_rank *r) {
 TEST(unit_callback, failure, NO(NCCL)) {
     for (int call = 0; call < 4; call++) lab_run(2, NULL, failure, &call);
 }
+
+static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                         const fsdp_coll *coll) {
+    (void)user, (void)ops, (void)comm, (void)coll;
+    return FSDP_ERR_BACKEND;
+}
+/* A call fails the world itself: the gather of another unit, or a reduction in finalize. */
+static void failing_call(lab_rank *r) {
+    const int in_finalize = *(const int *)r->arg;
+    fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
+    watched x;
+    open_watched(&x, r->w, FSDP_RESHARD_NEVER);
+    fsdp_unit *other = lab_unit(r->w, x.m, NULL, &p, 1);
+    lab_forward(r->w, x.u);
+    if (in_finalize) {
+        CALL(r->w, fsdp_set_reshard_after_backward(x.m, NULL, 0));
+        CALL(r->w, fsdp_set_custom_reduce_scatter(x.u, fails, NULL));
+        CALL(r->w, fsdp_pre_backward(x.u));
+        memset(fsdp_grad(x.u, 0), 0, sizeof(float) * NUMEL);
+        SEEN(&x, "+");
+        CHECK(fsdp_finalize_backward(x.m) != FSDP_OK);
+    } else {
+        SEEN(&x, "+");
+        CALL(r->w, fsdp_set_custom_all_gather(other, fails, NULL));
+        CHECK(fsdp_pre_forward(other) != FSDP_OK);
+    }
+    CHECK(fsdp_world_status(r->w) != FSDP_OK);
+    SEEN(&x, "-");
+}
+TEST(unit_callback, failing_call, NO(NCCL)) {
+    for (int where = 0; where < 2; where++) lab_run(2, NULL, failing_call, &where);
+}
+
+/* Reshard modes are kept, NEVER is set for a while, as in a generation, and each is set again. A
+   mode n is for units that were made with it. */
+static void modes_again(lab_rank *r) {
+    static const int modes[] = {FSDP_RESHARD_ALWAYS, 2, FSDP_RESHARD_NEVER};
+    static const fsdp_storage_state after[] = {
+        FSDP_STORAGE_SHARDED, FSDP_STORAGE_SHARDED_POST_FORWARD, FSDP_STORAGE_UNSHARDED};
+    fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *unit[3];
+    fsdp_unit_desc kept[3];
+    for (int u = 0; u < 3; u++) {
+        fsdp_unit_desc like = FSDP_ZERO;
+        like.reshard_after_forward = modes[u];
+        unit[u] = lab_unit(r->w, m, &like, &p, 1);
+        CALL(r->w, fsdp_unit_desc_get(unit[u], &kept[u]));
+        CHECK_EQ_INT(kept[u].reshard_after_forward, modes[u]);
+    }
+    for (int pass = 0; pass < 3; pass++) {
+        if (pass == 1) CALL(r->w, fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_NEVER));
+        for (int u = 0; u < 3 && pass == 2; u++)
+            CALL(r->w, fsdp_set_reshard_after_forward(m, unit[u], kept[u].reshard_after_forward));
+        for (int u = 0; u < 3; u++) {
+            lab_forward(r->w, unit[u]);
+            CHECK_EQ_INT(fsdp_unit_storage(unit[u]),
+                         pass == 1 ? FSDP_STORAGE_UNSHARDED : after[u]);
+            CALL(r->w, fsdp_reshard(unit[u]));
+        }
+    }
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, NULL, 2), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, unit[1], 4), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, unit[0], 2), FSDP_ERR_INVALID_ARG);
+    lab_forward(r->w, unit[0]); /* the refused call has changed none */
+    CHECK_EQ_INT(fsdp_unit_storage(unit[0]), FSDP_STORAGE_SHARDED);
+}
+TEST(reshard_modes, kept_and_set_again) { lab_run(RANKS, NULL, modes_again, NULL); }
 
 /* ---- loads before the first layout ----------------------------------------------------------- */
 
