@@ -47,12 +47,13 @@ static inline int llama_fail(llama_file *f, const char *form, ...) {
 /* Copies the beginning of a value as it stands in the file, without line breaks. Returns out. */
 static inline const char *llama_shown(const fsdp_json *v, char out[48]) {
     int n = 0;
-    for (int64_t i = v->begin; i < v->end && n < 44; i++) {
+    int64_t i = v->begin;
+    for (; i < v->end && n < 44; i++) {
         const char c = v->text[i];
         if ((unsigned char)c > ' ' && c != 0x7F) out[n++] = c;
         else if (n && out[n - 1] != ' ') out[n++] = ' ';
     }
-    strcpy(out + n, !v->kind ? "none" : n == 44 ? "..." : "");
+    strcpy(out + n, !v->kind ? "none" : i < v->end ? "..." : "");
     return out;
 }
 
@@ -148,7 +149,7 @@ static inline int llama_positive(llama_file *f, const fsdp_json *in, const char 
 /* Refuses a key that has another number than `only`. */
 static inline void llama_only(llama_file *f, const fsdp_json *in, const char *of, const char *key,
                               double only) {
-    char name[80], expected[40];
+    char name[80], expected[64];
     fsdp_json v;
     double x = 0.0;
     if (!llama_find(in, key, &v)) return;
