@@ -3,8 +3,8 @@
    Programs of examples/ that compute share it. There is no global state. Loops have the shape that
    compilers vectorise without -ffast-math, and each result has the same bits for any alignment.
 
-   Build: include it, and link -lm. Written for -O3 -march=native. Define GEMM_BLAS and link OpenBLAS
-   to replace the matrix product; its bits are other ones then.
+   Build: include it, and link -lm. Written for -O3 -march=native. Define GEMM_BLAS and link
+   OpenBLAS to replace the matrix product; its bits are other ones then.
 
    SPDX-License-Identifier: MIT */
 #ifndef GEMM_H
@@ -55,8 +55,8 @@ enum {
 };
 
 #ifdef GEMM_WIDE
-// c(8, 32) = or += a(8, k) times b(k, 32) packed, for 32 registers of 16 floats. Element (r, p) of a
-// stands at a[r*row + p*dep]. Without a type of that size compilers take half of a register.
+// c(8, 32) = or += a(8, k) times b(k, 32) packed, for 32 registers of 16 floats. Element (r, p) of
+// a stands at a[r*row + p*dep]. Without a type of that size compilers take half of a register.
 typedef float gemm_vec __attribute__((vector_size(64)));
 
 static inline gemm_vec gemm_vec_load(const float *x) {
@@ -127,8 +127,8 @@ static inline void gemm_tile(int k, const float *GEMM_RESTRICT a, ptrdiff_t row,
 #endif
 
 // Packs a panel of b, (k, cols) with cols at most NR, to out(k, NR); zeros after the last column.
-// Element (p, j) of b stands at b[p*dep + j*col], and one of the two steps is 1: that dim is read in
-// the inner loop, for a transposed b four columns at a time.
+// Element (p, j) of b stands at b[p*dep + j*col], and one of the two steps is 1: the inner loop
+// reads along that dim, for a transposed b four columns at a time.
 static inline void gemm_pack(float *GEMM_RESTRICT out, const float *GEMM_RESTRICT b, ptrdiff_t dep,
                              ptrdiff_t col, int k, int cols) {
     if (cols < GEMM_NR) memset(out, 0, (size_t)k * GEMM_NR * sizeof *out);

@@ -1,16 +1,16 @@
-/* llama.h - Llama, Qwen2 and Qwen3 in plain C99: forward and backward of each piece, on float pointers
+/* llama.h - Llama, Qwen2 and Qwen3 in plain C99: forward and backward of each piece, on floats
 
-   RMSNorm, rotary positions, causal attention with grouped keys and values, SwiGLU, linear maps with
-   optional biases and low-rank adapters (LoRA), and a head whose loss is computed in chunks of rows.
-   There is no global state, no graph and no autograd: each piece has a function for the forward pass
-   and one for the backward pass, and whoever trains calls them in order.
+   RMSNorm, rotary positions, causal attention with grouped keys and values, SwiGLU, linear maps
+   with optional biases and low-rank adapters (LoRA), and a head whose loss is computed in chunks of
+   rows. There is no global state, no graph and no autograd: each piece has a function for the
+   forward pass and one for the backward pass, and whoever trains calls them in order.
 
-   This file knows nothing about sharding and reads no file. A layer gets its parameters as pointers,
-   which may come from malloc or from fsdp_data().
+   This file knows nothing about sharding and reads no file. A layer gets its parameters as
+   pointers, which may come from malloc or from fsdp_data().
 
-   Gradients of PARAMETERS are always added (+=); gradients of activations are stored.
-   Shapes stand in comments: B rows of T positions, N = B*T; C hidden_size, F intermediate_size, H
-   heads and K heads of keys and values, D head_dim, V tokens, R rank of adapters.
+   Gradients of PARAMETERS are always added (+=); gradients of activations are stored. Shapes stand
+   in comments: B rows of T positions, N = B*T; C hidden_size, F intermediate_size, H heads and K
+   heads of keys and values, D head_dim, V tokens, R rank of adapters.
 
    Build: include it, and link -lm. Written for -O3 -march=native; examples/common/gemm.h has the
    matrix product.
@@ -207,7 +207,8 @@ static inline float llama_frequency(const llama_config *c, int i) {
     return (1.0f - s) * f / c->factor + s * f;
 }
 
-/* Returns the bytes of llama_acts_create without its table of layers; 0: more than memory can have. */
+/* Returns the bytes of llama_acts_create without its table of layers; 0: more than memory can
+   have. */
 static inline size_t llama_acts_nbytes(const llama_config *c, const llama_acts_desc *desc) {
     llama_acts a;
     llama_room m = {NULL, 0, 0};
@@ -256,8 +257,8 @@ static inline float *llama_x(const llama_config *c, const llama_acts *a, int lay
            (size_t)layer * (size_t)a->desc.rows * (size_t)a->desc.context * (size_t)c->hidden;
 }
 
-/* Returns elements first .. first + count - 1 of a parameter as floats: its own, or in a->room until
-   the next call. */
+/* Returns elements first .. first + count - 1 of a parameter as floats: its own, or in a->room
+   until the next call. */
 static inline const float *llama_floats(llama_acts *a, const llama_param *p, int64_t first,
                                         int64_t count) {
     if (!p->kind) return (const float *)p->w + first;
@@ -305,8 +306,8 @@ static inline void llama_norm_backward(float *dx, int add, float *dw, const floa
 
 /* ---- rotary positions ------------------------------------------------------------------------ */
 
-/* Rotates the pairs (i, i + D/2) of each head of x(B, T, heads, D); sign -1: back, which is also the
-   backward pass. */
+/* Rotates the pairs (i, i + D/2) of each head of x(B, T, heads, D); sign -1: back, which is also
+   the backward pass. */
 static inline void llama_rope(const llama_acts *a, float *x, int B, int heads, int D, float sign) {
     const int T = a->desc.context, half = D / 2;
     for (int b = 0; b < B; b++) {
@@ -454,7 +455,8 @@ static inline void llama_swiglu_forward(float *GEMM_RESTRICT out, const float *G
     for (ptrdiff_t i = 0; i < count; i++) out[i] = gate[i] / (1.0f + gemm_exp(-gate[i])) * up[i];
 }
 
-/* dgate(count) holds the gradient of the output, and becomes that of gate; dup(count) = that of up */
+/* dgate(count) holds the gradient of the output, and becomes that of gate; dup(count) = that of
+   up */
 static inline void llama_swiglu_backward(float *GEMM_RESTRICT dgate, float *GEMM_RESTRICT dup,
                                          const float *GEMM_RESTRICT gate,
                                          const float *GEMM_RESTRICT up, ptrdiff_t count) {
@@ -572,9 +574,9 @@ static inline void llama_embed_backward(const llama_config *c, const llama_acts 
     }
 }
 
-/* Returns the cross entropy of a row of V logits, in nats. The logits become e^(logit - max), and
-   *total their sum. Blocks of 256 are added in double: with eight running f32 sums over all of V the
-   loss of 49,152 tokens was wrong by 4e-6. */
+/* Returns the cross entropy of a row of V logits, in nats. The logits become e^(logit - max),
+   and *total their sum. Blocks of 256 are added in double: with eight running f32 sums over all
+   of V the loss of 49,152 tokens was wrong by 4e-6. */
 static inline double llama_row_loss(float *logits, int V, int label, double *total) {
     const float max = gemm_max(logits, V), logit = logits[label] - max;
     double sum = 0.0;
@@ -584,8 +586,8 @@ static inline double llama_row_loss(float *logits, int V, int label, double *tot
     return log(sum) - (double)logit;
 }
 
-/* logits(rows, V) = h(rows, C) * head^T with `back` 0. Else dh(rows, C) = logits * head, and head->g
-   += logits^T h. A head that is converted passes through a->room in groups of rows. */
+/* logits(rows, V) = h(rows, C) * head^T with `back` 0. Else dh(rows, C) = logits * head, and
+   head->g += logits^T h. A head that is converted passes through a->room in groups of rows. */
 static inline void llama_head_products(const llama_config *c, llama_acts *a,
                                        const llama_param *head, int back, const float *h, float *dh,
                                        int rows) {

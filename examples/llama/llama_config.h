@@ -1,10 +1,10 @@
 /* llama_config.h - config.json and generation_config.json of Hugging Face as a llama_config
 
-   llama_config_read fills the struct, or writes one line that says why not: the file, the key, what is
-   expected and what is there. It reads the spellings of transformers 4 and 5, and takes the values that
-   transformers takes for keys that are missing, unless a file without them is more likely to be wrong.
-   What llama.h does not compute (other rope types, sliding windows, experts, quantised files) is
-   refused. It allocates nothing.
+   llama_config_read fills the struct, or writes one line that says why not: the file, the key, what
+   is expected and what is there. It reads the spellings of transformers 4 and 5, and takes the
+   values that transformers takes for keys that are missing, unless a file without them is more
+   likely to be wrong. What llama.h does not compute (other rope types, sliding windows, experts,
+   quantised files) is refused. It allocates nothing.
 
    SPDX-License-Identifier: MIT */
 #ifndef LLAMA_CONFIG_H
@@ -128,7 +128,8 @@ static inline int llama_bool(llama_file *f, const char *key, int *out) {
     return 1;
 }
 
-/* A number above 0 that a float can hold, of `in`, whose own key is `of` or "". missing 0: required. */
+/* A number above 0 that a float can hold, of `in`, whose own key is `of` or "". missing 0:
+   required. */
 static inline int llama_positive(llama_file *f, const fsdp_json *in, const char *of,
                                  const char *key, float missing, float *out) {
     char name[80];
@@ -318,8 +319,8 @@ static inline int llama_read_eos(llama_file *f, llama_config *c) {
     return 1;
 }
 
-/* Fills *c from the files of a directory. Returns 0; -1: `why`, with room for `cap` bytes, has a line
-   without "\n". Uses 140 KB of stack. */
+/* Fills *c from the files of a directory. Returns 0; -1: `why`, with room for `cap` bytes, has a
+   line without "\n". Uses 140 KB of stack. */
 static inline int llama_config_read(const char *dir, llama_config *c, char *why, size_t cap) {
     llama_file f;
     struct stat st;
