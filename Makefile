@@ -87,7 +87,7 @@ endif
 # they are, and OpenBLAS takes its kernels without AVX on processors that it does not know.
 GPT_BLAS := $(if $(filter-out x86_64,$(shell uname -m)),$(shell \
               pkg-config --exists openblas 2>/dev/null && \
-              echo -DGPT_USE_BLAS $$(pkg-config --cflags --libs openblas)))
+              echo -DGEMM_BLAS $$(pkg-config --cflags --libs openblas)))
 
 Q := $(if $(V),,@)# V=1 shows the commands
 COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
@@ -138,7 +138,8 @@ $(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) 
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -fPIC -c \
 	    -o $@ $<
-$(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backends/*.cu) \
+$(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] examples/common/*.h) \
+    $(wildcard backends/*.cu) \
     $(HEADERS) $(PARTS) $(if $(STUB_OBJ),$(CUDA_OBJ)) Makefile | $(BUILD)/examples
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@.o $<
@@ -167,7 +168,7 @@ $(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 # The trainer for this processor, beside the library, so that both are compiled at the same time.
 GPT_OBJS := $(BUILD)/examples/gpt_trainer.o $(BUILD)/libfsdp.o
 $(GPT_OBJS): $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
-$(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch])
+$(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch] examples/common/*.h)
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native \
 	    -ffp-contract=fast -DGPT_LIBRARY_APART $(GPT_BLAS) -c -o $@ examples/gpt/train_gpt.c
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)
@@ -336,7 +337,7 @@ uninstall:
 
 format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] tests/*/*.[ch] examples/*.[ch] \
-	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c examples/*.cpp tests/*/*.cpp)
+	    examples/*/*.[ch] bench/*.[ch] tools/*.c examples/*.cpp tests/*/*.cpp)
 clean:
 	rm -rf $(BUILD) $(TOOLS) examples/gpt/train_gpt
 help: ## this list

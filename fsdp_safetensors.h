@@ -42,7 +42,7 @@
 
    WHAT IS THERE
      Headers: fsdp_safetensors_header_bytes, fsdp_safetensors_parse, fsdp_safetensors_print.
-     Checksums: fsdp_crc32c. Boxes: fsdp_box_begin, fsdp_box_next.
+     Checksums: fsdp_crc32c. Boxes: fsdp_box_begin, fsdp_box_next. JSON: fsdp_json_parse and more.
      All of it compiles with FSDP_MATH_ONLY. No function calls anything but mem* and str*.
    WHICH FILES ARE TAKEN
      Those that safetensors 0.8 takes, with these exceptions: a name has 1 to 4,096 bytes, no NUL,
@@ -176,6 +176,53 @@ FSDP_API void fsdp_box_begin(int ndim, const int64_t *src_start, const int64_t *
                              fsdp_box_overlap *out);
 FSDP_API int fsdp_box_next(fsdp_box_overlap *overlap);
 
+/* -------------------------------------------------------------------------------------------- */
+/* JSON: small files next to the tensors, such as config.json.                                    */
+
+enum { FSDP_JSON_NONE, FSDP_JSON_NULL, FSDP_JSON_FALSE, FSDP_JSON_TRUE, FSDP_JSON_NUMBER,
+       FSDP_JSON_STRING, FSDP_JSON_LIST, FSDP_JSON_OBJECT };
+
+// A value in a text. It owns nothing: the text has to live as long.
+typedef struct fsdp_json {
+    const char *text;
+    int64_t begin, end;      // its bytes there, with quotes and brackets
+    int32_t kind, reserved;  // FSDP_JSON_*; NONE: there is no value
+} fsdp_json;
+
+/* fsdp_json_parse - check a whole text and return its value
+   text        [nbytes] JSON (RFC 8259) in UTF-8, with at most 127 levels
+   why         [why_cap] what is wrong and at which byte, if the result is CORRUPT; else ""
+   Result      FSDP_OK; CORRUPT; INVALID_ARG (NULL, a negative size)
+   Allocates   no; it does not recurse      Thread any */
+FSDP_API fsdp_status fsdp_json_parse(const char *text, int64_t nbytes, fsdp_json *value, char *why,
+                                     size_t why_cap);
+
+/* fsdp_json_next - step through an object or a list
+   in          a value of these functions
+   key         out: the member's name; of a list, kind NONE. May be NULL
+   value       in: kind NONE for the first, else the one before. Out: the next, or kind NONE
+   Result      1; 0: there is no more, or `in` is neither
+   Thread      any */
+FSDP_API int fsdp_json_next(const fsdp_json *in, fsdp_json *key, fsdp_json *value);
+
+/* fsdp_json_find - get the member of an object; of several with one name the last, as in Python
+   value       out: kind NONE if there is none
+   Result      1; 0: there is none, or `in` is no object
+   Thread      any */
+FSDP_API int fsdp_json_find(const fsdp_json *in, const char *name, fsdp_json *value);
+
+/* fsdp_json_string - decode a string
+   to          [cap] out: terminated, and cut if cap is too small; "" if it is no string
+   Result      its bytes once decoded, which may have NULs among them; -1: no string
+   fsdp_json_int    - get an integer, written without fraction and exponent, -2^62 .. 2^62
+   fsdp_json_double - get a number. With at most 15 digits and a power of ten of at most 22 it is
+               the nearest double, else it may differ in the last digits of 17
+   Result      1; 0: it is none, or too large; then *out is as before
+   Thread      any */
+FSDP_API int64_t fsdp_json_string(const fsdp_json *value, char *to, size_t cap);
+FSDP_API int fsdp_json_int(const fsdp_json *value, int64_t *out);
+FSDP_API int fsdp_json_double(const fsdp_json *value, double *out);
+
 // clang-format on
 #ifdef __cplusplus
 }
@@ -187,5 +234,6 @@ FSDP_API int fsdp_box_next(fsdp_box_overlap *overlap);
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SAFETENSORS_IMPLEMENTED)
 #define FSDP_SAFETENSORS_IMPLEMENTED
+#include "src/safetensors/values.h"
 #include "src/safetensors/write.h"
 #endif // FSDP_IMPLEMENTATION

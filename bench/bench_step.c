@@ -504,7 +504,7 @@ int main(int argc, char **argv) {
             WARM_UP + 1, STEPS_MAX);
         return 2;
     }
-#ifdef GPT_USE_BLAS
+#ifdef GEMM_BLAS
     openblas_set_num_threads(1); // the ranks are the parallelism
 #endif
     FILE *csv = o.csv ? stdout : bench_csv("bench_step", columns);

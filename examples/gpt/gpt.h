@@ -12,32 +12,20 @@
    Shapes stand in comments: B sequences, T positions, C channels, H heads, S = C/H channels of a
    head, V tokens.
 
-   Build: include it; define GPT_USE_BLAS and link OpenBLAS to replace the matrix product; -lm.
+   Build: include it; define GEMM_BLAS and link OpenBLAS to replace the matrix product; -lm.
    Written for -O3: inner loops have the shape that compilers vectorise without -ffast-math.
 
    SPDX-License-Identifier: MIT */
 #ifndef GPT_H
 #define GPT_H
 
+#include "examples/common/gemm.h" // gemm, gemm_sum, gemm_dot, gemm_max, gemm_exp
+
 #include <math.h>   // sqrtf, logf
 #include <stddef.h> // size_t, ptrdiff_t
 #include <stdint.h> // uint8_t, uint32_t
 #include <stdlib.h> // malloc, free
 #include <string.h> // memset, memcpy
-
-#ifdef GPT_USE_BLAS
-#include <cblas.h> // cblas_sgemm
-#endif
-
-#if defined(__GNUC__) && defined(__AVX512F__) && !defined(GPT_WIDE)
-#define GPT_WIDE // tiles for registers of 16 floats
-#endif
-
-#ifdef __cplusplus
-#define GPT_RESTRICT __restrict__
-#else
-#define GPT_RESTRICT restrict
-#endif
 
 /* ---- sizes and parameters -------------------------------------------------------------------- */
 
@@ -129,269 +117,20 @@ static inline void gpt_embed_specs(const gpt_config *cfg,
     out[GPT_LNFB] = gpt_spec("lnfb", cfg->channels, 0, 0.0f, 0.0f);
 }
 
-/* ---- matrix product -------------------------------------------------------------------------- */
-
-enum {
-    GPT_TRANS_A = 1, // a is stored (k, m)
-    GPT_TRANS_B = 2, // b is stored (n, k)
-    GPT_ADD = 4      // c += instead of c =
-};
-
-#ifndef GPT_USE_BLAS
-enum {
-#ifdef GPT_WIDE
-    GPT_MR = 8,  // rows of a register tile
-    GPT_NR = 32, // columns of a register tile
-#else
-    GPT_MR = 6,
-    GPT_NR = 16,
-#endif
-    GPT_MC = 384, // rows of a that meet a packed panel of b before the next one is packed
-    GPT_KC = 128  // depth of a panel: 8 or 16 KiB, so that it stays in the first cache
-};
-
-#ifdef GPT_WIDE
-// c(8, 32) = or += a(8, k) times b(k, 32) packed, for 32 registers of 16 floats. Element (r, p) of a
-// stands at a[r*row + p*dep]. Without a type of that size compilers take half of a register.
-typedef float gpt_vec __attribute__((vector_size(64)));
-
-static inline gpt_vec gpt_vec_load(const float *x) {
-    gpt_vec v;
-    memcpy(&v, x, sizeof v);
-    return v;
-}
-
-static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, ptrdiff_t dep,
-                            const float *GPT_RESTRICT b, float *GPT_RESTRICT c, ptrdiff_t ldc,
-                            int add) {
-    const gpt_vec zero = {0};
-    gpt_vec lo[GPT_MR], hi[GPT_MR];
-    for (int r = 0; r < GPT_MR; r++) {
-        lo[r] = add ? gpt_vec_load(c + r * ldc) : zero;
-        hi[r] = add ? gpt_vec_load(c + r * ldc + 16) : zero;
-    }
-    for (int p = 0; p < k; p++, a += dep, b += GPT_NR) {
-        const gpt_vec b0 = gpt_vec_load(b), b1 = gpt_vec_load(b + 16);
-#pragma GCC unroll 8
-        for (int r = 0; r < GPT_MR; r++) {
-            lo[r] += a[r * row] * b0;
-            hi[r] += a[r * row] * b1;
-        }
-    }
-    for (int r = 0; r < GPT_MR; r++) {
-        memcpy(c + r * ldc, &lo[r], sizeof lo[r]);
-        memcpy(c + r * ldc + 16, &hi[r], sizeof hi[r]);
-    }
-}
-#else
-// c(6, 16) = or += a(6, k) times b(k, 16) packed. Element (r, p) of a stands at a[r*row + p*dep].
-// Six named rows stay in registers; one two-dimensional array would not with every compiler.
-static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, ptrdiff_t dep,
-                            const float *GPT_RESTRICT b, float *GPT_RESTRICT c, ptrdiff_t ldc,
-                            int add) {
-    float c0[GPT_NR] = {0}, c1[GPT_NR] = {0}, c2[GPT_NR] = {0};
-    float c3[GPT_NR] = {0}, c4[GPT_NR] = {0}, c5[GPT_NR] = {0};
-    for (int p = 0; p < k; p++, a += dep, b += GPT_NR) {
-        const float a0 = a[0], a1 = a[row], a2 = a[2 * row];
-        const float a3 = a[3 * row], a4 = a[4 * row], a5 = a[5 * row];
-        for (int j = 0; j < GPT_NR; j++) {
-            c0[j] += a0 * b[j];
-            c1[j] += a1 * b[j];
-            c2[j] += a2 * b[j];
-            c3[j] += a3 * b[j];
-            c4[j] += a4 * b[j];
-            c5[j] += a5 * b[j];
-        }
-    }
-    float *r0 = c, *r1 = r0 + ldc, *r2 = r1 + ldc, *r3 = r2 + ldc, *r4 = r3 + ldc, *r5 = r4 + ldc;
-    if (add) {
-        for (int j = 0; j < GPT_NR; j++) r0[j] += c0[j];
-        for (int j = 0; j < GPT_NR; j++) r1[j] += c1[j];
-        for (int j = 0; j < GPT_NR; j++) r2[j] += c2[j];
-        for (int j = 0; j < GPT_NR; j++) r3[j] += c3[j];
-        for (int j = 0; j < GPT_NR; j++) r4[j] += c4[j];
-        for (int j = 0; j < GPT_NR; j++) r5[j] += c5[j];
-    } else {
-        memcpy(r0, c0, sizeof c0);
-        memcpy(r1, c1, sizeof c1);
-        memcpy(r2, c2, sizeof c2);
-        memcpy(r3, c3, sizeof c3);
-        memcpy(r4, c4, sizeof c4);
-        memcpy(r5, c5, sizeof c5);
-    }
-}
-#endif
-
-// Pack a panel of b, (k, cols) with cols at most NR, to out(k, NR); zeros after the last column.
-// Element (p, j) of b stands at b[p*dep + j*col].
-static inline void gpt_pack(float *GPT_RESTRICT out, const float *GPT_RESTRICT b, ptrdiff_t dep,
-                            ptrdiff_t col, int k, int cols) {
-    if (cols == GPT_NR && col == 1) {
-        for (int p = 0; p < k; p++) memcpy(out + p * GPT_NR, b + p * dep, GPT_NR * sizeof *out);
-    } else if (cols == GPT_NR) {
-        for (int p = 0; p < k; p++) {
-            for (int j = 0; j < GPT_NR; j++) out[p * GPT_NR + j] = b[p * dep + j * col];
-        }
-    } else {
-        for (int p = 0; p < k; p++) {
-            for (int j = 0; j < GPT_NR; j++) {
-                out[p * GPT_NR + j] = j < cols ? b[p * dep + j * col] : 0.0f;
-            }
-        }
-    }
-}
-
-// Fewer than MR rows or NR columns at the edge of c: a is copied to a full tile, c through one.
-static inline void gpt_tile_edge(int k, const float *a, ptrdiff_t row, ptrdiff_t dep, int rows,
-                                 const float *b, float *c, ptrdiff_t ldc, int cols, int add) {
-    float full_a[GPT_KC * GPT_MR], full_c[GPT_MR * GPT_NR];
-    if (rows < GPT_MR) {
-        for (int p = 0; p < k; p++) {
-            for (int r = 0; r < GPT_MR; r++) {
-                full_a[p * GPT_MR + r] = r < rows ? a[r * row + p * dep] : 0.0f;
-            }
-        }
-        a = full_a, row = 1, dep = GPT_MR;
-    }
-    gpt_tile(k, a, row, dep, b, full_c, GPT_NR, 0);
-    for (int r = 0; r < rows; r++) {
-        float *to = c + r * ldc;
-        const float *from = full_c + r * GPT_NR;
-        for (int j = 0; j < cols; j++) to[j] = add ? to[j] + from[j] : from[j];
-    }
-}
-
-static inline int gpt_min(int a, int b) { return a < b ? a : b; }
-#endif
-
-/* c(m, n) = or += op(a)(m, k) * op(b)(k, n); row major, ldx is the distance of two rows of x as it
-   is stored. Uses 12 to 22 KiB of stack. */
-static inline void gpt_matmul(int flags, int m, int n, int k, const float *a, int lda,
-                              const float *b, int ldb, float *c, int ldc) {
-#ifdef GPT_USE_BLAS
-    cblas_sgemm(CblasRowMajor, flags & GPT_TRANS_A ? CblasTrans : CblasNoTrans,
-                flags & GPT_TRANS_B ? CblasTrans : CblasNoTrans, m, n, k, 1.0f, a, lda, b, ldb,
-                flags & GPT_ADD ? 1.0f : 0.0f, c, ldc);
-#else
-    float panel[GPT_KC * GPT_NR];
-    const ptrdiff_t a_row = flags & GPT_TRANS_A ? 1 : lda, a_dep = flags & GPT_TRANS_A ? lda : 1;
-    const ptrdiff_t b_col = flags & GPT_TRANS_B ? ldb : 1, b_dep = flags & GPT_TRANS_B ? 1 : ldb;
-    for (int i0 = 0; i0 < m; i0 += GPT_MC) {
-        const int i1 = gpt_min(i0 + GPT_MC, m);
-        for (int p0 = 0; p0 < k; p0 += GPT_KC) {
-            const int kc = gpt_min(GPT_KC, k - p0);
-            const int add = (flags & GPT_ADD) || p0 > 0;
-            for (int j0 = 0; j0 < n; j0 += GPT_NR) {
-                const int nr = gpt_min(GPT_NR, n - j0);
-                gpt_pack(panel, b + p0 * b_dep + j0 * b_col, b_dep, b_col, kc, nr);
-                for (int i = i0; i < i1; i += GPT_MR) {
-                    const int mr = gpt_min(GPT_MR, i1 - i);
-                    const float *at = a + i * a_row + p0 * a_dep;
-                    float *to = c + (ptrdiff_t)i * ldc + j0;
-                    if (mr == GPT_MR && nr == GPT_NR) {
-                        gpt_tile(kc, at, a_row, a_dep, panel, to, ldc, add);
-                    } else {
-                        gpt_tile_edge(kc, at, a_row, a_dep, mr, panel, to, ldc, nr, add);
-                    }
-                }
-            }
-        }
-    }
-#endif
-}
-
-/* ---- small vector loops ---------------------------------------------------------------------- */
-/* Eight running sums: one alone would force the additions into a chain. */
-
-static inline float gpt_sum(const float *x, int count) {
-    float lane[8] = {0};
-    int i = 0;
-    for (; i + 8 <= count; i += 8) {
-        for (int j = 0; j < 8; j++) lane[j] += x[i + j];
-    }
-    float sum = 0.0f;
-    for (int j = 0; j < 8; j++) sum += lane[j];
-    for (; i < count; i++) sum += x[i];
-    return sum;
-}
-
-static inline float gpt_dot(const float *x, const float *y, int count) {
-    float lane[8] = {0};
-    int i = 0;
-    for (; i + 8 <= count; i += 8) {
-        for (int j = 0; j < 8; j++) lane[j] += x[i + j] * y[i + j];
-    }
-    float sum = 0.0f;
-    for (int j = 0; j < 8; j++) sum += lane[j];
-    for (; i < count; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-static inline float gpt_max(const float *x, int count) {
-    float lane[8];
-    for (int j = 0; j < 8; j++) lane[j] = x[0];
-    int i = 0;
-    for (; i + 8 <= count; i += 8) {
-        for (int j = 0; j < 8; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    }
-    float max = lane[0];
-    for (int j = 1; j < 8; j++) max = lane[j] > max ? lane[j] : max;
-    for (; i < count; i++) max = x[i] > max ? x[i] : max;
-    return max;
-}
-
-static inline uint32_t gpt_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static inline float gpt_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-// `bound` if d is negative, else x; chosen by bits, because compilers make a branch of a float ?:
-static inline float gpt_bound(float x, float bound, float d) {
-    const uint32_t mask = 0u - (gpt_bits(d) >> 31);
-    return gpt_float((gpt_bits(x) & ~mask) | (gpt_bits(bound) & mask));
-}
-
-// e^x to about 2 units in the last place, without a call and without a branch, so that loops around
-// it vectorise: x = n*ln2 + r with |r| <= ln2/2, a Taylor polynomial for e^r, and 2^n written into
-// the exponent. Outside [-87, 88] it returns the value at the border.
-static inline float gpt_exp(float x) {
-    x = gpt_bound(x, -87.0f, x + 87.0f);
-    x = gpt_bound(x, 88.0f, 88.0f - x);
-    const int biased = (int)(x * 1.44269504f + 127.5f); // n + 127, positive: cutting rounds
-    const float n = (float)(biased - 127);
-    const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f; // ln2 in two parts
-    float p = 1.98412698e-4f;
-    p = p * r + 1.38888889e-3f;
-    p = p * r + 8.33333333e-3f;
-    p = p * r + 4.16666667e-2f;
-    p = p * r + 1.66666667e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return p * gpt_float((uint32_t)biased << 23);
-}
-
 /* ---- matmul with bias ------------------------------------------------------------------------ */
 
 /* out(BT, OC) = x(BT, IC) * w(OC, IC)^T + bias(OC) */
 static inline void gpt_linear_forward(float *out, const float *x, const float *w, const float *bias,
                                       int BT, int IC, int OC) {
     for (int i = 0; i < BT; i++) memcpy(out + (ptrdiff_t)i * OC, bias, (size_t)OC * sizeof *out);
-    gpt_matmul(GPT_TRANS_B | GPT_ADD, BT, OC, IC, x, IC, w, IC, out, OC);
+    gemm(GEMM_TRANS_B | GEMM_ADD, BT, OC, IC, x, IC, w, IC, out, OC);
 }
 
 /* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) += dout^T * x;  dbias(OC) += columns of dout */
 static inline void gpt_linear_backward(float *dx, float *dw, float *dbias, const float *dout,
                                        const float *x, const float *w, int BT, int IC, int OC) {
-    gpt_matmul(0, BT, IC, OC, dout, OC, w, IC, dx, IC);
-    gpt_matmul(GPT_TRANS_A | GPT_ADD, OC, IC, BT, dout, OC, x, IC, dw, IC);
+    gemm(0, BT, IC, OC, dout, OC, w, IC, dx, IC);
+    gemm(GEMM_TRANS_A | GEMM_ADD, OC, IC, BT, dout, OC, x, IC, dw, IC);
     for (int i = 0; i < BT; i++) {
         const float *row = dout + (ptrdiff_t)i * OC;
         for (int o = 0; o < OC; o++) dbias[o] += row[o];
@@ -409,9 +148,9 @@ static inline void gpt_layernorm_forward(float *out, float *mean, float *rstd, c
     for (int i = 0; i < BT; i++) {
         const float *xi = x + (ptrdiff_t)i * C;
         float *oi = out + (ptrdiff_t)i * C;
-        const float m = gpt_sum(xi, C) / (float)C;
+        const float m = gemm_sum(xi, C) / (float)C;
         for (int c = 0; c < C; c++) oi[c] = xi[c] - m;
-        const float s = 1.0f / sqrtf(gpt_dot(oi, oi, C) / (float)C + GPT_LN_EPS);
+        const float s = 1.0f / sqrtf(gemm_dot(oi, oi, C) / (float)C + GPT_LN_EPS);
         for (int c = 0; c < C; c++) oi[c] = oi[c] * s * w[c] + b[c];
         mean[i] = m;
         rstd[i] = s;
@@ -459,20 +198,20 @@ static inline void gpt_layernorm_backward(float *dx, int add, float *dw, float *
 #define GPT_GELU_B 0.044715f
 
 /* out(count) = gelu(x) */
-static inline void gpt_gelu_forward(float *GPT_RESTRICT out, const float *GPT_RESTRICT x,
+static inline void gpt_gelu_forward(float *GEMM_RESTRICT out, const float *GEMM_RESTRICT x,
                                     ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const float v = x[i];
-        out[i] = v / (1.0f + gpt_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
+        out[i] = v / (1.0f + gemm_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
     }
 }
 
 /* d(count) holds the gradient of the output and becomes the gradient of the input */
-static inline void gpt_gelu_backward(float *GPT_RESTRICT d, const float *GPT_RESTRICT x,
+static inline void gpt_gelu_backward(float *GEMM_RESTRICT d, const float *GEMM_RESTRICT x,
                                      ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const float v = x[i];
-        const float s = 1.0f / (1.0f + gpt_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
+        const float s = 1.0f / (1.0f + gemm_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
         d[i] *= s + v * s * (1.0f - s) * GPT_GELU_A * (1.0f + 3.0f * GPT_GELU_B * v * v);
     }
 }
@@ -508,18 +247,18 @@ static inline void gpt_attention_forward(float *out, float *att, const float *qk
             const int rows = T - t0 < GPT_ATT_ROWS ? T - t0 : GPT_ATT_ROWS;
             const int cols = t0 + rows;
             float *p = att + ((ptrdiff_t)bh * T + t0) * T; // (rows, cols), rows T apart
-            gpt_matmul(GPT_TRANS_B, rows, cols, S, q + (ptrdiff_t)t0 * 3 * C, 3 * C, k, 3 * C, p,
+            gemm(GEMM_TRANS_B, rows, cols, S, q + (ptrdiff_t)t0 * 3 * C, 3 * C, k, 3 * C, p,
                        T);
             for (int r = 0; r < rows; r++) {
                 float *pr = p + (ptrdiff_t)r * T;
                 const int seen = t0 + r + 1;
-                const float max = gpt_max(pr, seen);
-                for (int j = 0; j < seen; j++) pr[j] = gpt_exp((pr[j] - max) * scale);
-                const float norm = 1.0f / gpt_sum(pr, seen);
+                const float max = gemm_max(pr, seen);
+                for (int j = 0; j < seen; j++) pr[j] = gemm_exp((pr[j] - max) * scale);
+                const float norm = 1.0f / gemm_sum(pr, seen);
                 for (int j = 0; j < seen; j++) pr[j] *= norm;
                 for (int j = seen; j < cols; j++) pr[j] = 0.0f; // the future inside the group
             }
-            gpt_matmul(0, rows, S, cols, p, T, v, 3 * C, y + (ptrdiff_t)t0 * C, C);
+            gemm(0, rows, S, cols, p, T, v, 3 * C, y + (ptrdiff_t)t0 * C, C);
         }
     }
 }
@@ -542,17 +281,17 @@ static inline void gpt_attention_backward(float *dqkv, float *datt, const float 
             const int cols = t0 + rows;
             const float *p = att + ((ptrdiff_t)bh * T + t0) * T; // (rows, cols), rows T apart
             const float *dy0 = dy + (ptrdiff_t)t0 * C;
-            gpt_matmul(GPT_TRANS_B, rows, cols, S, dy0, C, v, 3 * C, datt, T);
-            gpt_matmul(GPT_TRANS_A | GPT_ADD, cols, S, rows, p, T, dy0, C, dv, 3 * C);
+            gemm(GEMM_TRANS_B, rows, cols, S, dy0, C, v, 3 * C, datt, T);
+            gemm(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, p, T, dy0, C, dv, 3 * C);
             // datt becomes the gradient of the scaled scores: zero where p is zero
             for (int r = 0; r < rows; r++) {
                 float *dr = datt + (ptrdiff_t)r * T;
                 const float *pr = p + (ptrdiff_t)r * T;
-                const float mean = gpt_dot(pr, dr, cols);
+                const float mean = gemm_dot(pr, dr, cols);
                 for (int j = 0; j < cols; j++) dr[j] = pr[j] * (dr[j] - mean) * scale;
             }
-            gpt_matmul(0, rows, S, cols, datt, T, k, 3 * C, dq + (ptrdiff_t)t0 * 3 * C, 3 * C);
-            gpt_matmul(GPT_TRANS_A | GPT_ADD, cols, S, rows, datt, T, q + (ptrdiff_t)t0 * 3 * C,
+            gemm(0, rows, S, cols, datt, T, k, 3 * C, dq + (ptrdiff_t)t0 * 3 * C, 3 * C);
+            gemm(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, datt, T, q + (ptrdiff_t)t0 * 3 * C,
                        3 * C, dk, 3 * C);
         }
     }
@@ -756,15 +495,15 @@ static inline void gpt_head_forward(const gpt_config *cfg, float *const *w, gpt_
     const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
     gpt_layernorm_forward(acts->lnf, acts->lnf_mean, acts->lnf_rstd, x, w[GPT_LNFW], w[GPT_LNFB],
                           BT, C);
-    gpt_matmul(GPT_TRANS_B, BT, V, C, acts->lnf, C, w[GPT_WTE], C, acts->logits, V);
+    gemm(GEMM_TRANS_B, BT, V, C, acts->lnf, C, w[GPT_WTE], C, acts->logits, V);
 }
 
 /* acts->dx(B, T, C) = gradient of x from that of the logits; g += */
 static inline void gpt_head_backward(const gpt_config *cfg, float *const *w, float *const *g,
                                      gpt_acts *acts, const float *x) {
     const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
-    gpt_matmul(0, BT, C, V, acts->logits, V, w[GPT_WTE], C, acts->d1, C);
-    gpt_matmul(GPT_TRANS_A | GPT_ADD, V, C, BT, acts->logits, V, acts->lnf, C, g[GPT_WTE], C);
+    gemm(0, BT, C, V, acts->logits, V, w[GPT_WTE], C, acts->d1, C);
+    gemm(GEMM_TRANS_A | GEMM_ADD, V, C, BT, acts->logits, V, acts->lnf, C, g[GPT_WTE], C);
     gpt_layernorm_backward(acts->dx, 0, g[GPT_LNFW], g[GPT_LNFB], acts->d1, x, w[GPT_LNFW],
                            acts->lnf_mean, acts->lnf_rstd, BT, C);
 }
@@ -778,10 +517,10 @@ static inline double gpt_loss_forward(const gpt_config *cfg, gpt_acts *acts,
     for (int i = 0; i < BT; i++) {
         if (targets[i] == GPT_IGNORED) continue;
         float *p = acts->logits + (ptrdiff_t)i * V;
-        const float max = gpt_max(p, V);
+        const float max = gemm_max(p, V);
         const float logit = p[targets[i]] - max;
-        for (int v = 0; v < V; v++) p[v] = gpt_exp(p[v] - max);
-        const float total = gpt_sum(p, V);
+        for (int v = 0; v < V; v++) p[v] = gemm_exp(p[v] - max);
+        const float total = gemm_sum(p, V);
         const float norm = 1.0f / total;
         for (int v = 0; v < V; v++) p[v] *= norm;
         sum += (double)logf(total) -

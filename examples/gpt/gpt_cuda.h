@@ -217,15 +217,15 @@ static inline gpt_operand gpt_matrix(const E *data, int row, long long matrix = 
     return x;
 }
 
-/* c(m, n) = or += op(a)(m, k) * op(b)(k, n), `count` times; flags as in gpt_matmul. cuBLAS counts
+/* c(m, n) = or += op(a)(m, k) * op(b)(k, n), `count` times; flags as in gemm. cuBLAS counts
    by columns: it computes the transposed product, b first. */
 static void gpt_cuda_matmul(gpt_cuda *gpu, int flags, int m, int n, int k, gpt_operand a,
                             gpt_operand b, gpt_operand c, int count) {
-    const float one = 1.0f, keep = flags & GPT_ADD ? 1.0f : 0.0f;
+    const float one = 1.0f, keep = flags & GEMM_ADD ? 1.0f : 0.0f;
     if (gpu->error) return;
     const cublasStatus_t status = cublasGemmStridedBatchedEx(
-        gpu->blas, flags & GPT_TRANS_B ? CUBLAS_OP_T : CUBLAS_OP_N,
-        flags & GPT_TRANS_A ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b.data, b.type, b.row,
+        gpu->blas, flags & GEMM_TRANS_B ? CUBLAS_OP_T : CUBLAS_OP_N,
+        flags & GEMM_TRANS_A ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b.data, b.type, b.row,
         b.matrix, a.data, a.type, a.row, a.matrix, &keep, c.data, c.type, c.row, c.matrix, count,
         gpu->compute, CUBLAS_GEMM_DEFAULT);
     if (status == CUBLAS_STATUS_SUCCESS) return;
@@ -237,7 +237,7 @@ static void gpt_cuda_matmul(gpt_cuda *gpu, int flags, int m, int n, int k, gpt_o
 template <class E, class Out>
 static void gpt_product_forward(gpt_cuda *gpu, Out *out, const E *x, const E *w, int BT, int IC,
                                 int OC) {
-    gpt_cuda_matmul(gpu, GPT_TRANS_B, BT, OC, IC, gpt_matrix(x, IC), gpt_matrix(w, IC),
+    gpt_cuda_matmul(gpu, GEMM_TRANS_B, BT, OC, IC, gpt_matrix(x, IC), gpt_matrix(w, IC),
                     gpt_matrix(out, OC), 1);
 }
 
@@ -247,7 +247,7 @@ static void gpt_product_backward(gpt_cuda *gpu, E *dx, E *dw, const E *dout, con
                                  int BT, int IC, int OC) {
     gpt_cuda_matmul(gpu, 0, BT, IC, OC, gpt_matrix(dout, OC), gpt_matrix(w, IC), gpt_matrix(dx, IC),
                     1);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A, OC, IC, BT, gpt_matrix(dout, OC), gpt_matrix(x, IC),
+    gpt_cuda_matmul(gpu, GEMM_TRANS_A, OC, IC, BT, gpt_matrix(dout, OC), gpt_matrix(x, IC),
                     gpt_matrix(dw, IC), 1);
 }
 
@@ -607,7 +607,7 @@ static void gpt_attention_forward_on(gpt_cuda *gpu, const gpt_config *cfg, E *y,
     const gpt_softmax<E> softmax = {att, T, 1.0f / sqrtf((float)S)};
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), rows = end - t;
-        gpt_cuda_matmul(gpu, GPT_TRANS_B, rows, end, S, gpt_matrix(q + (long long)t * S, S, TS),
+        gpt_cuda_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpt_matrix(q + (long long)t * S, S, TS),
                         gpt_matrix(k, S, TS), gpt_matrix(att + (long long)t * T, T, TT), BH);
     }
     gpt_launch(gpu, (int64_t)BH * T, softmax);
@@ -630,7 +630,7 @@ static void gpt_attention_backward_on(gpt_cuda *gpu, const gpt_config *cfg, E *d
     const gpt_softmax_backward<E> softmax = {datt, att, T, 1.0f / sqrtf((float)S)};
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), rows = end - t;
-        gpt_cuda_matmul(gpu, GPT_TRANS_B, rows, end, S, gpt_matrix(dy + (long long)t * S, S, TS),
+        gpt_cuda_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpt_matrix(dy + (long long)t * S, S, TS),
                         gpt_matrix(v, S, TS), gpt_matrix(datt + (long long)t * T, T, TT), BH);
     }
     gpt_launch(gpu, (int64_t)BH * T, softmax);
@@ -639,9 +639,9 @@ static void gpt_attention_backward_on(gpt_cuda *gpu, const gpt_config *cfg, E *d
         const long long at = (long long)t * S, row = (long long)t * T, corner = row + t;
         gpt_cuda_matmul(gpu, 0, span, S, end, gpt_matrix(datt + row, T, TT), gpt_matrix(k, S, TS),
                         gpt_matrix(dq + at, S, TS), BH);
-        gpt_cuda_matmul(gpu, GPT_TRANS_A, span, S, below, gpt_matrix(datt + corner, T, TT),
+        gpt_cuda_matmul(gpu, GEMM_TRANS_A, span, S, below, gpt_matrix(datt + corner, T, TT),
                         gpt_matrix(q + at, S, TS), gpt_matrix(dk + at, S, TS), BH);
-        gpt_cuda_matmul(gpu, GPT_TRANS_A, span, S, below, gpt_matrix(att + corner, T, TT),
+        gpt_cuda_matmul(gpu, GEMM_TRANS_A, span, S, below, gpt_matrix(att + corner, T, TT),
                         gpt_matrix(dy + at, S, TS), gpt_matrix(dv + at, S, TS), BH);
     }
 }
@@ -930,7 +930,7 @@ static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, const 
     const gpt_one_hot<E> ones = {a.dlogits, gpu->inputs, V};
     const gpt_positions_backward<E> positions = {g[GPT_WPE], a.dx, B, T, C};
     gpt_launch(gpu, (int64_t)B * T, ones);
-    gpt_cuda_matmul(gpu, GPT_TRANS_A | GPT_ADD, V, C, B * T, gpt_matrix(a.dlogits, V),
+    gpt_cuda_matmul(gpu, GEMM_TRANS_A | GEMM_ADD, V, C, B * T, gpt_matrix(a.dlogits, V),
                     gpt_matrix(a.dx, C), gpt_matrix(g[GPT_WTE], C), 1);
     gpt_launch(gpu, T, positions);
 }

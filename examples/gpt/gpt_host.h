@@ -1217,7 +1217,7 @@ static int gpt_main(int argc, char **argv) {
     if (!result) result = check_file("--plan-out", j.opt.plan_out);
     if (!result) {
         signal(SIGPIPE, SIG_IGN); // if the reader of the output ends, the training continues
-#ifdef GPT_USE_BLAS
+#ifdef GEMM_BLAS
         openblas_set_num_threads(1); // the ranks are the parallelism
 #endif
         if (j.opt.plain) result = run_rank(NULL, &j) ? EXIT_FAILED : EXIT_DONE;

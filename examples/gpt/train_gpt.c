@@ -7,7 +7,7 @@
 
    Build (in the repository's root; `make run` does it and starts 4 ranks):
        cc -O3 -march=native -ffp-contract=fast -I. examples/gpt/train_gpt.c -o train_gpt -pthread -lm
-   With OpenBLAS: add -DGPT_USE_BLAS $(pkg-config --cflags --libs openblas). On a processor with
+   With OpenBLAS: add -DGEMM_BLAS $(pkg-config --cflags --libs openblas). On a processor with
    AVX2 or AVX-512 it is not faster.
    Run:
        ./train_gpt --ranks 4                   processes of this host, no launcher needed

@@ -9,7 +9,7 @@
 
    An input has a kind (1 byte) and the rest. Kind 0: a header, with as much data as it describes;
    an accepted header is printed again if possible. 4: two boxes. 5: a list that is printed and
-   read. (1 to 3 are for the files of a checkpoint.) tests/safetensors/test_safetensors.c includes
+   read. 6: JSON. (1 to 3 are for the files of a checkpoint.) tests/safetensors/test_safetensors.c includes
    this file, and runs the golden cases and mutations of them from a seed.
 
    SPDX-License-Identifier: MIT */
@@ -113,11 +113,46 @@ static void fuzz_print(const uint8_t *data, size_t size) {
     for (int i = 0; i < n + 2 * pairs; i++) free(words[i]);
 }
 
+/* Walks a value and all that is in it, and finds each member again. */
+static void fuzz_json_value(const fsdp_json *in, int level) {
+    fsdp_json key, value, found;
+    int64_t whole = 0, at = in->begin;
+    double x = 0;
+    char text[8], name[64];
+    int64_t bytes = fsdp_json_string(in, text, sizeof text);
+    st_must(level <= 127 && in->begin < in->end && in->kind != FSDP_JSON_NONE);
+    st_must((in->kind == FSDP_JSON_STRING) == (bytes >= 0) && memchr(text, 0, sizeof text));
+    if (fsdp_json_int(in, &whole) && fsdp_json_double(in, &x))
+        st_must((double)whole - x <= 1024 && x - (double)whole <= 1024);
+    memset(&value, 0, sizeof value);
+    while (fsdp_json_next(in, &key, &value)) {
+        st_must(value.begin > at && value.end < in->end);
+        st_must((key.kind == FSDP_JSON_STRING) == (in->kind == FSDP_JSON_OBJECT));
+        at = value.end;
+        bytes = fsdp_json_string(&key, name, sizeof name);
+        if (bytes >= 0 && bytes < 64 && !memchr(name, 0, (size_t)bytes))
+            st_must(fsdp_json_find(in, name, &found) && found.begin >= value.begin);
+        fuzz_json_value(&value, level + 1);
+    }
+}
+
+static void fuzz_json(const uint8_t *data, size_t size) {
+    char why[200], *text = (char *)malloc(size ? size : 1); // of this size: for the sanitizer
+    fsdp_json value;
+    st_must(text != NULL);
+    memcpy(text, data, size);
+    fsdp_status status = fsdp_json_parse(text, (int64_t)size, &value, why, sizeof why);
+    st_must(status ? !value.kind && *why : value.kind && !*why);
+    if (!status) fuzz_json_value(&value, 1);
+    free(text);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!size) return 0;
     if (data[0] % 8 == 0) fuzz_header((const char *)data + 1, (int64_t)size - 1);
     if (data[0] % 8 == 4) fuzz_boxes(data + 1, size - 1);
     if (data[0] % 8 == 5) fuzz_print(data + 1, size - 1);
+    if (data[0] % 8 == 6) fuzz_json(data + 1, size - 1);
     return 0;
 }
 

@@ -22,25 +22,25 @@ static float *noise_array(uint64_t *state, size_t numel, float scale) {
 /* Compares c = or += op(a) op(b) with three loops; leading dimensions are larger than needed,
    and the elements between the rows must not change. */
 static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
-    const int lda = (flags & GPT_TRANS_A ? m : k) + 3;
-    const int ldb = (flags & GPT_TRANS_B ? k : n) + 1;
+    const int lda = (flags & GEMM_TRANS_A ? m : k) + 3;
+    const int ldb = (flags & GEMM_TRANS_B ? k : n) + 1;
     const int ldc = n + 2;
     const size_t c_numel = (size_t)m * (size_t)ldc;
-    float *a = noise_array(state, (size_t)(flags & GPT_TRANS_A ? k : m) * (size_t)lda, 1.0f);
-    float *b = noise_array(state, (size_t)(flags & GPT_TRANS_B ? n : k) * (size_t)ldb, 1.0f);
+    float *a = noise_array(state, (size_t)(flags & GEMM_TRANS_A ? k : m) * (size_t)lda, 1.0f);
+    float *b = noise_array(state, (size_t)(flags & GEMM_TRANS_B ? n : k) * (size_t)ldb, 1.0f);
     float *c = noise_array(state, c_numel, 1.0f);
     float *was = (float *)malloc(c_numel * sizeof *was);
     CHECK(was != NULL);
     memcpy(was, c, c_numel * sizeof *was);
-    gpt_matmul(flags, m, n, k, a, lda, b, ldb, c, ldc);
+    gemm(flags, m, n, k, a, lda, b, ldb, c, ldc);
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < ldc; j++) {
             double sum = (double)was[i * ldc + j];
             if (j < n) {
-                if (!(flags & GPT_ADD)) sum = 0.0;
+                if (!(flags & GEMM_ADD)) sum = 0.0;
                 for (int p = 0; p < k; p++) {
-                    const float x = flags & GPT_TRANS_A ? a[p * lda + i] : a[i * lda + p];
-                    const float y = flags & GPT_TRANS_B ? b[j * ldb + p] : b[p * ldb + j];
+                    const float x = flags & GEMM_TRANS_A ? a[p * lda + i] : a[i * lda + p];
+                    const float y = flags & GEMM_TRANS_B ? b[j * ldb + p] : b[p * ldb + j];
                     sum += (double)x * (double)y;
                 }
             }
@@ -59,7 +59,8 @@ static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
 
 TEST(gpt_math, matmul) {
     static const int sizes[][3] = {{1, 1, 1},   {6, 16, 8},   {5, 15, 3},    {7, 17, 129},
-                                   {48, 33, 8}, {12, 32, 40}, {400, 18, 20}, {13, 50, 300}};
+                                   {48, 33, 8}, {12, 32, 40}, {400, 18, 20}, {13, 50, 300},
+                                   {7, 70, 701}, {391, 35, 1289}};
     uint64_t state = h_seed();
     for (int flags = 0; flags < 8; flags++) {
         for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
@@ -73,14 +74,14 @@ TEST(gpt_math, matmul) {
 TEST(gpt_math, exp) {
     double worst = 0.0;
     for (double x = -86.9; x < 87.9; x += 0.0011) {
-        const double error = fabs((double)gpt_exp((float)x) / exp((double)(float)x) - 1.0);
+        const double error = fabs((double)gemm_exp((float)x) / exp((double)(float)x) - 1.0);
         if (error > worst) worst = error;
     }
-    h_message("largest relative error of gpt_exp: %.2g", worst);
+    h_message("largest relative error of gemm_exp: %.2g", worst);
     CHECK(worst < 3e-7);
-    CHECK(gpt_exp(-1e30f) >= 0.0f && gpt_exp(-1e30f) < 1e-37f);
-    CHECK(gpt_exp(1e30f) > 1e38f && gpt_exp(1e30f) < INFINITY);
-    CHECK_NEAR(gpt_exp(0.0f), 1.0, 0.0);
+    CHECK(gemm_exp(-1e30f) >= 0.0f && gemm_exp(-1e30f) < 1e-37f);
+    CHECK(gemm_exp(1e30f) > 1e38f && gemm_exp(1e30f) < INFINITY);
+    CHECK_NEAR(gemm_exp(0.0f), 1.0, 0.0);
 }
 
 TEST(gpt_math, gelu) {

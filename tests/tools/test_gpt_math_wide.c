@@ -2,6 +2,6 @@
    others compute them in parts.
 
    SPDX-License-Identifier: MIT */
-#define GPT_WIDE
+#define GEMM_WIDE
 #pragma GCC diagnostic ignored "-Wpsabi" /* no value of that type leaves this file */
 #include "test_gpt_math.c"

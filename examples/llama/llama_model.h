@@ -1,0 +1,415 @@
+/* llama_model.h - a Llama, Qwen2 or Qwen3 of Hugging Face on N ranks: units, weights, and a pass
+
+   Units have the names of modules, so that parameters have the names of the files:
+   model.embed_tokens, model.layers.N, model.norm and, if the head is not the embedding, lm_head. A
+   tied embedding stays open from its forward to its last gradient, so that the gradients of both
+   uses add up. An untied one is closed between its uses, and the head is open around the loss only.
+
+   llama_files_open checks the files; llama_model_create makes the units and reads each rank's rows
+   from the files; llama_model_pass computes rows forward and, to train, backward.
+
+   SPDX-License-Identifier: MIT */
+#ifndef LLAMA_MODEL_H
+#define LLAMA_MODEL_H
+
+#include "examples/llama/llama_config.h" // llama_config_read
+#include "fsdp_checkpoint.h"             // fsdp_checkpoint_open, _tensor_find, _read
+
+#include <dirent.h> // opendir
+
+/* ---- names and shapes ------------------------------------------------------------------------ */
+
+static const char *const llama_names[LLAMA_PARAMS] = {"self_attn.q_proj.weight", // LLAMA_W
+                                                      "self_attn.k_proj.weight",
+                                                      "self_attn.v_proj.weight",
+                                                      "self_attn.o_proj.weight",
+                                                      "mlp.gate_proj.weight",
+                                                      "mlp.up_proj.weight",
+                                                      "mlp.down_proj.weight",
+                                                      "self_attn.q_proj.bias", // LLAMA_BIAS
+                                                      "self_attn.k_proj.bias",
+                                                      "self_attn.v_proj.bias",
+                                                      "self_attn.o_proj.bias",
+                                                      "mlp.gate_proj.bias",
+                                                      "mlp.up_proj.bias",
+                                                      "mlp.down_proj.bias",
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL, // LLAMA_A
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL,
+                                                      NULL, // LLAMA_B
+                                                      "input_layernorm.weight",
+                                                      "post_attention_layernorm.weight",
+                                                      "self_attn.q_norm.weight",
+                                                      "self_attn.k_norm.weight"};
+
+// A unit: 0 is the embedding, 1 .. layers the layers, then the last norm and an untied head.
+typedef struct llama_unit {
+    char name[40];
+    fsdp_param_desc p[LLAMA_PARAMS];
+    int num, at[LLAMA_PARAMS]; // index of a layer's parameter in the unit; -1: there is none
+} llama_unit;
+
+static inline int llama_num_units(const llama_config *c) { return c->layers + 3 - c->tied; }
+
+static inline fsdp_param_desc llama_param_desc(const llama_config *c, int param) {
+    int in, out = llama_matrix_size(c, param % LLAMA_MATRICES, &in);
+    if (param < LLAMA_BIAS) return fsdp_mat(llama_names[param], out, in);
+    if (param < LLAMA_A) return fsdp_vec(llama_names[param], out);
+    return fsdp_vec(llama_names[param], param < LLAMA_NORM_Q ? c->hidden : c->head_dim);
+}
+
+static inline int llama_has_param(const llama_config *c, int param) {
+    if (!llama_names[param]) return 0;
+    if (param >= LLAMA_NORM_Q) return c->qk_norm;
+    return param < LLAMA_BIAS || param >= LLAMA_NORM1 || llama_has_bias(c, param % LLAMA_MATRICES);
+}
+
+static inline void llama_unit_of(const llama_config *c, int index, llama_unit *u) {
+    memset(u, 0, sizeof *u);
+    if (index >= 1 && index <= c->layers) {
+        snprintf(u->name, sizeof u->name, "model.layers.%d", index - 1);
+        for (int i = 0; i < LLAMA_PARAMS; i++) {
+            u->at[i] = llama_has_param(c, i) ? u->num++ : -1;
+            if (u->at[i] >= 0) u->p[u->at[i]] = llama_param_desc(c, i);
+        }
+        return;
+    }
+    const int norm = index == c->layers + 1;
+    strcpy(u->name, norm ? "model.norm" : index ? "lm_head" : "model.embed_tokens");
+    u->p[0] = norm ? fsdp_vec("weight", c->hidden) : fsdp_mat("weight", c->vocab, c->hidden);
+    u->num = 1;
+}
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+static inline int llama_ends(const char *name, const char *end) {
+    const size_t n = strlen(name), k = strlen(end);
+    return n >= k && !strcmp(name + n - k, end);
+}
+
+/* Returns 1, and the name of a file with weights of another format, if a directory has one and no
+   safetensors file. */
+static inline int llama_other_format(const char *dir, char *out, size_t cap) {
+    static const char *const ends[] = {".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"};
+    DIR *d = opendir(dir);
+    out[0] = 0;
+    for (struct dirent *e; d && (e = readdir(d));) {
+        for (int i = 0; i < 6; i++) {
+            if (llama_ends(e->d_name, ends[i])) snprintf(out, cap, "%s", e->d_name);
+        }
+        if (llama_ends(e->d_name, ".safetensors")) {
+            out[0] = 0;
+            break;
+        }
+    }
+    if (d) closedir(d);
+    return out[0] != 0;
+}
+
+static inline const char *llama_shape_text(char out[80], int ndim, const int64_t *shape) {
+    int n = snprintf(out, 80, "[");
+    for (int d = 0; d < ndim && d < FSDP_MAX_DIMS && n < 56; d++) {
+        n += snprintf(out + n, (size_t)(80 - n), d ? ", %lld" : "%lld", (long long)shape[d]);
+    }
+    snprintf(out + n, (size_t)(80 - n), "]");
+    return out;
+}
+
+/* Checks the tensor of a parameter. Returns 0; 1 if there is none; -1 if it is another one:
+   `why` has the line without the directory. */
+static inline int llama_check_tensor(const fsdp_checkpoint_reader *files, const char *name,
+                                     const fsdp_param_desc *p, char *why, size_t cap) {
+    fsdp_checkpoint_tensor t;
+    char want[80], got[80];
+    if (fsdp_checkpoint_tensor_at(files, fsdp_checkpoint_tensor_find(files, name), &t)) {
+        snprintf(why, cap, "%s: expected a tensor %s, got none", name,
+                 llama_shape_text(want, p->ndim, p->shape));
+        return 1;
+    }
+    int same = t.ndim == p->ndim;
+    for (int d = 0; same && d < t.ndim; d++) same = t.shape[d] == p->shape[d];
+    if (!same) {
+        snprintf(why, cap, "%s: expected shape %s, got %s", name,
+                 llama_shape_text(want, p->ndim, p->shape), llama_shape_text(got, t.ndim, t.shape));
+    } else if (t.dtype != FSDP_F32 && t.dtype != FSDP_BF16 && t.dtype != FSDP_F16 &&
+               t.dtype != FSDP_F64) {
+        snprintf(why, cap, "%s: expected F32, BF16, F16 or F64, got %s", name,
+                 fsdp_safetensors_dtype_name(t.file_dtype));
+        same = 0;
+    }
+    return same ? 0 : -1;
+}
+
+/* Returns 1 if a model of this config has a tensor of that name, or if nothing is said about it. */
+static inline int llama_knows(const llama_config *c, const char *name) {
+    char layer[48];
+    int n = -1, used = 0;
+    if (!strcmp(name, "model.embed_tokens.weight") || !strcmp(name, "model.norm.weight")) return 1;
+    if (!strcmp(name, "lm_head.weight")) return 1; // next to a tied embedding it is ignored
+    if (llama_ends(name, ".rotary_emb.inv_freq")) return 1;
+    if (sscanf(name, "model.layers.%9d.%n", &n, &used) != 1 || !used || n >= c->layers) return 0;
+    snprintf(layer, sizeof layer, "model.layers.%d.", n); // as it is printed: not +1, not 01
+    if (n < 0 || strncmp(name, layer, (size_t)used) || (size_t)used != strlen(layer)) return 0;
+    for (int i = 0; i < LLAMA_PARAMS; i++) {
+        if (llama_has_param(c, i) && !strcmp(name + used, llama_names[i])) return 1;
+    }
+    return 0;
+}
+
+/* Returns how many tensors the model does not have, and copies the name of the first one without
+   control characters. */
+static inline int64_t llama_extra(const llama_config *c, const fsdp_checkpoint_reader *files,
+                                  char *first, size_t cap) {
+    fsdp_checkpoint_contents all;
+    fsdp_checkpoint_tensor t;
+    int64_t extra = 0;
+    first[0] = 0;
+    if (fsdp_checkpoint_contents_of(files, &all)) return 0;
+    for (int64_t i = 0; i < all.num_tensors; i++) {
+        if (fsdp_checkpoint_tensor_at(files, i, &t) || llama_knows(c, t.name)) continue;
+        if (!extra++) snprintf(first, cap, "%s", t.name);
+    }
+    for (; *first; first++) {
+        if ((unsigned char)*first < ' ' || *first == 0x7F) *first = '?';
+    }
+    return extra;
+}
+
+/* Opens the files of a directory and checks that they have each parameter. Returns 0; -1: `why`
+   has a line. extra, with room for `cap` bytes, too: a line on tensors that the model does not
+   have, or "". You own *files: end it with fsdp_checkpoint_close. */
+static inline int llama_files_open(const char *dir, const llama_config *c,
+                                   fsdp_checkpoint_reader **files, char *why, char *extra,
+                                   size_t cap) {
+    char text[512], name[256];
+    int missing = 0, found = 0;
+    extra[0] = 0;
+    if (fsdp_checkpoint_open(dir, NULL, NULL, files, why, cap)) {
+        if (!llama_other_format(dir, name, sizeof name)) return -1;
+        snprintf(why, cap,
+                 "%s: %s: expected model.safetensors, got another format: load the model with "
+                 "transformers, dequantise it, and save it",
+                 dir, name);
+        return -1;
+    }
+    for (int i = 0; i < llama_num_units(c) && found >= 0; i++) {
+        llama_unit u;
+        llama_unit_of(c, i, &u);
+        for (int p = 0; p < u.num && found >= 0; p++) {
+            snprintf(name, sizeof name, "%s.%s", u.name, u.p[p].name);
+            found = llama_check_tensor(*files, name, &u.p[p], text, sizeof text);
+            missing += found > 0;
+            if (found < 0 || (found > 0 && missing == 1)) snprintf(why, cap, "%s: %s", dir, text);
+        }
+    }
+    if (found >= 0 && missing > 1) {
+        const size_t n = strlen(why);
+        snprintf(why + n, cap - n, " (%d tensors are missing)", missing);
+    }
+    if (why[0]) {
+        fsdp_checkpoint_close(*files);
+        *files = NULL;
+        return -1;
+    }
+    const long long others = llama_extra(c, *files, name, sizeof name);
+    if (others) {
+        snprintf(extra, cap,
+                 "%s: %s: the model has no such parameter; it and all others that the "
+                 "model does not have (%lld tensors) are ignored",
+                 dir, name, others);
+    }
+    return 0;
+}
+
+/* ---- the model ------------------------------------------------------------------------------- */
+
+typedef struct llama_model {
+    llama_config c;
+    llama_acts acts;
+    fsdp_world *world;
+    fsdp_model *model; // the world owns it
+    fsdp_unit *embed, *norm, *head, **layers;
+    int at[LLAMA_PARAMS]; // as llama_unit.at
+    fsdp_checkpoint_reader *files;
+    char why[LLAMA_WHY]; // the first failure of a read on this rank
+} llama_model;
+
+/* Fills rows of a parameter from the files, as fsdp_init_params asks. */
+static inline void llama_fill(void *user, const fsdp_param_view *rows) {
+    llama_model *m = (llama_model *)user;
+    char name[256], why[LLAMA_PATH];
+    snprintf(name, sizeof name, "%s.%s", rows->unit_name, rows->name);
+    if (fsdp_checkpoint_read(m->files, fsdp_checkpoint_tensor_find(m->files, name), rows->start,
+                             rows->local_shape, rows->dtype, rows->data, why, sizeof why)) {
+        if (!m->why[0]) snprintf(m->why, sizeof m->why, "%s: %s", name, why);
+    }
+}
+
+static inline void llama_model_destroy(llama_model *m) {
+    fsdp_model_destroy(m->model);
+    llama_acts_destroy(&m->acts);
+    free(m->layers);
+    memset(m, 0, sizeof *m);
+}
+
+static inline int llama_add_units(llama_model *m) {
+    for (int i = 0; i < llama_num_units(&m->c); i++) {
+        llama_unit u;
+        fsdp_unit_desc desc = FSDP_ZERO;
+        const int layer = i >= 1 && i <= m->c.layers;
+        fsdp_unit **unit = layer                  ? &m->layers[i - 1]
+                           : i == 0               ? &m->embed
+                           : i == m->c.layers + 1 ? &m->norm
+                                                  : &m->head;
+        llama_unit_of(&m->c, i, &u);
+        desc.name = u.name, desc.params = u.p, desc.num_params = u.num;
+        // the last norm and the head are open around the loss only
+        const int stays = i ? !layer : m->c.tied;
+        desc.reshard_after_forward = stays ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+        if (fsdp_fully_shard(m->model, &desc, unit)) return -1;
+        if (layer) memcpy(m->at, u.at, sizeof m->at);
+    }
+    if (m->c.tied) m->head = m->embed;
+    return 0;
+}
+
+/* Makes the model and reads its parameters as f32. `files` may be closed afterwards. Gradients
+   are sums over all ranks and rows: scale them by llama_model_pass. Returns 0; -1 on every rank:
+   `why` has a line, and *m holds nothing. Collective. */
+static inline int llama_model_create(llama_model *m, fsdp_world *world, const llama_config *c,
+                                     fsdp_checkpoint_reader *files, const llama_acts_desc *desc,
+                                     char *why, size_t cap) {
+    int32_t failed;
+    memset(m, 0, sizeof *m);
+    m->c = *c, m->world = world, m->files = files;
+    m->layers = (fsdp_unit **)calloc((size_t)c->layers, sizeof(fsdp_unit *));
+    failed = !m->layers || llama_acts_create(c, desc, &m->acts);
+    if (failed) {
+        snprintf(m->why, sizeof m->why, "no memory for activations: expected %zu bytes",
+                 llama_acts_nbytes(c, desc));
+    }
+    // a rank that fails alone must not leave the others in a collective
+    if (fsdp_all_reduce(world, NULL, &failed, 1, FSDP_I32, FSDP_MAX)) failed = 1;
+    if (!failed) {
+        failed = fsdp_model_create(world, NULL, &m->model) || llama_add_units(m) ||
+                 fsdp_init_params(m->model, llama_fill, m) ||
+                 fsdp_set_gradient_divide_factor(m->model, NULL, 1.0);
+        failed |= m->why[0] != 0;
+        if (fsdp_all_reduce(world, NULL, &failed, 1, FSDP_I32, FSDP_MAX)) failed = 1;
+    }
+    m->files = NULL;
+    why[0] = 0;
+    if (!failed) return 0;
+    const char *text = m->why[0] ? m->why : fsdp_last_error(world);
+    snprintf(why, cap, "%s", text[0] ? text : "another rank has failed");
+    llama_model_destroy(m);
+    return -1;
+}
+
+/* Sets the pointers of a layer's parameters, and with grads those of their gradients. */
+static inline void llama_layer_of(const llama_model *m, fsdp_unit *unit, int grads,
+                                  llama_layer *layer) {
+    memset(layer, 0, sizeof *layer);
+    for (int i = 0; i < LLAMA_PARAMS; i++) {
+        if (m->at[i] < 0) continue;
+        layer->p[i].w = fsdp_data_f32(unit, m->at[i]);
+        if (grads) layer->p[i].g = fsdp_grad_f32(unit, m->at[i]);
+    }
+}
+
+static inline llama_param llama_param_of(fsdp_unit *unit, int grads) {
+    llama_param p;
+    p.w = fsdp_data_f32(unit, 0), p.kind = 0;
+    p.g = grads ? fsdp_grad_f32(unit, 0) : NULL;
+    return p;
+}
+
+/* Backward of the layers and the embedding; acts.dx has the gradient of the last layer's output. */
+static inline void llama_model_backward(llama_model *m, const int32_t *tokens, int B) {
+    const llama_config *c = &m->c;
+    llama_layer layer;
+    for (int l = c->layers - 1; l >= 0; l--) {
+        const float *x = llama_x(c, &m->acts, l);
+        fsdp_pre_backward(m->layers[l]);
+        llama_layer_of(m, m->layers[l], 1, &layer);
+        if (m->acts.desc.recompute) {
+            llama_layer_forward(c, &m->acts, &layer, l, x, llama_x(c, &m->acts, l + 1), B);
+        }
+        llama_layer_backward(c, &m->acts, &layer, l, x, B);
+        fsdp_post_backward(m->layers[l]);
+    }
+    if (!c->tied) fsdp_pre_backward(m->embed);
+    const llama_param embed = llama_param_of(m->embed, 1);
+    llama_embed_backward(c, &m->acts, &embed, tokens, B * m->acts.desc.context);
+    fsdp_post_backward(m->embed);
+}
+
+/* The norm after the layers, the head and the loss; with scale their backward, too. */
+static inline double llama_model_loss(llama_model *m, const int32_t *labels, int B, double scale,
+                                      float *logits) {
+    const llama_config *c = &m->c;
+    llama_acts *a = &m->acts;
+    const int N = B * a->desc.context, train = scale != 0.0;
+    const float *x = llama_x(c, a, c->layers);
+    fsdp_pre_forward(m->norm);
+    if (!c->tied) fsdp_pre_forward(m->head);
+    if (train) {
+        fsdp_post_forward(m->norm), fsdp_post_forward(m->head);
+        fsdp_pre_backward(m->head), fsdp_pre_backward(m->norm);
+    }
+    const llama_param norm = llama_param_of(m->norm, train), head = llama_param_of(m->head, train);
+    llama_norm_forward(a->n, x, (const float *)norm.w, N, c->hidden, c->eps);
+    const double loss = llama_loss(c, a, &head, a->n, a->d2, labels, N, scale, logits);
+    if (!train) {
+        fsdp_post_forward(m->norm), fsdp_post_forward(m->head);
+        fsdp_reshard(m->norm), fsdp_reshard(m->head);
+        return loss;
+    }
+    llama_norm_backward(a->dx, 0, norm.g, a->d2, x, (const float *)norm.w, N, c->hidden, c->eps);
+    fsdp_post_backward(m->norm);
+    if (!c->tied) fsdp_post_backward(m->head);
+    return loss;
+}
+
+/* Computes B rows of acts.desc.context tokens; a rank may have none. labels: the token that
+   follows, or negative: not counted. scale: 0 evaluates; call fsdp_set_grad_enabled(model, 0)
+   before. Else gradients of `scale` times the sum of all ranks' losses are added, for example 1
+   / counted labels of the step. logits: [B*context, vocab] or NULL. Returns the sum of this
+   rank's losses, in nats; *failed, if there was an error. Collective. */
+static inline double llama_model_pass(llama_model *m, const int32_t *tokens, const int32_t *labels,
+                                      int B, double scale, float *logits, int *failed) {
+    const llama_config *c = &m->c;
+    llama_acts *a = &m->acts;
+    llama_layer layer;
+    fsdp_pre_forward(m->embed);
+    const llama_param embed = llama_param_of(m->embed, 0);
+    llama_embed_forward(c, a, &embed, llama_x(c, a, 0), tokens, B * a->desc.context);
+    if (!c->tied) fsdp_post_forward(m->embed);
+    for (int l = 0; l < c->layers; l++) {
+        fsdp_pre_forward(m->layers[l]);
+        llama_layer_of(m, m->layers[l], 0, &layer);
+        llama_layer_forward(c, a, &layer, l, llama_x(c, a, l), llama_x(c, a, l + 1), B);
+        fsdp_post_forward(m->layers[l]);
+    }
+    const double loss = llama_model_loss(m, labels, B, scale, logits);
+    *failed = 0;
+    if (scale != 0.0) {
+        llama_model_backward(m, tokens, B);
+        *failed = fsdp_finalize_backward(m->model) != FSDP_OK;
+    } else {
+        *failed = fsdp_barrier(m->world) != FSDP_OK;
+    }
+    return loss;
+}
+
+#endif // LLAMA_MODEL_H

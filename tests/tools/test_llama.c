@@ -1,0 +1,321 @@
+/* test_llama.c - examples/llama/llama_model.h: golden models of transformers on 1 to 4 ranks, and files
+   that do not fit their config.json.
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#include "lab.h"
+#include "golden.h"
+#include "examples/llama/llama_model.h"
+
+/* ---- golden values --------------------------------------------------------------------------- */
+
+typedef struct expected {
+    fsdp_checkpoint_reader *files;
+    fsdp_checkpoint_contents all;
+} expected;
+
+static expected open_expected(const char *name) {
+    expected e;
+    char path[700], why[800];
+    golden_needs("llama");
+    snprintf(path, sizeof path, "%s/llama/%s/expect.safetensors", golden_dir(), name);
+    CHECK_MSG(!fsdp_checkpoint_open(path, NULL, NULL, &e.files, why, sizeof why), "%s", why);
+    CHECK_OK(fsdp_checkpoint_contents_of(e.files, &e.all));
+    return e;
+}
+
+static void *get(const expected *e, const char *name, fsdp_dtype dtype, fsdp_checkpoint_tensor *t) {
+    char why[800];
+    const int64_t i = fsdp_checkpoint_tensor_find(e->files, name);
+    CHECK_MSG(!fsdp_checkpoint_tensor_at(e->files, i, t), "%s", name);
+    void *to = lab_zeros((size_t)lab_numel(t->ndim, t->shape), fsdp_dtype_size(dtype));
+    CHECK_MSG(!fsdp_checkpoint_read(e->files, i, NULL, NULL, dtype, to, why, sizeof why), "%s",
+              why);
+    return to;
+}
+
+/* Returns the largest difference, divided by the largest wanted element. */
+static double difference(const float *got, const float *want, int64_t numel) {
+    double largest = 0.0, worst = 0.0;
+    for (int64_t i = 0; i < numel; i++) {
+        const double d = fabs((double)got[i] - (double)want[i]), w = fabs((double)want[i]);
+        if (!(d <= worst)) worst = d; // a NaN stays
+        if (w > largest) largest = w;
+    }
+    return largest > 0.0 ? worst / largest : worst;
+}
+
+/* ---- a pass ---------------------------------------------------------------------------------- */
+
+typedef struct run {
+    const char *name;
+    int recompute;
+} run;
+
+static void model_dir(const char *name, char dir[600]) {
+    snprintf(dir, 600, "%s/llama/%s/model", golden_dir(), name);
+}
+
+/* This rank's rows of the first microbatch, r, r + W, ...: tokens, and the label that follows each. */
+static int my_rows(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows, int T,
+                   int32_t *t, int32_t *l) {
+    int B = 0;
+    for (int row = r->rank; row < rows; row += r->size, B++) {
+        for (int i = 0; i < T; i++) {
+            t[B * T + i] = tokens[row * T + i];
+            l[B * T + i] = i + 1 < T ? labels[row * T + i + 1] : -100;
+        }
+    }
+    return B;
+}
+
+static double check_gradients(fsdp_world *w, const llama_model *m, const expected *e) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    int64_t compared = 0, wanted = 0;
+    double worst = 0.0;
+    while (fsdp_next_param(m->model, &v)) {
+        char name[256];
+        const int64_t numel = lab_numel(v.ndim, v.shape);
+        float *got = (float *)lab_zeros((size_t)numel, sizeof *got);
+        CALL(w, fsdp_param_full_grad(v.unit, v.index, got));
+        snprintf(name, sizeof name, "grad.%s.%s", v.unit_name, v.name);
+        float *want = (float *)get(e, name, FSDP_F32, &t);
+        CHECK_EQ_INT(lab_numel(t.ndim, t.shape), numel);
+        const double d = difference(got, want, numel);
+        CHECK_MSG(d <= 2e-5, "%s: %.2g", name, d);
+        worst = d > worst ? d : worst;
+        free(want), free(got);
+        compared++;
+    }
+    for (int64_t i = 0; i < e->all.num_tensors; i++) {
+        CHECK_OK(fsdp_checkpoint_tensor_at(e->files, i, &t));
+        wanted += !strncmp(t.name, "grad.", 5);
+    }
+    CHECK_EQ_INT(compared, wanted);
+    return worst;
+}
+
+static void golden_rank(lab_rank *r) {
+    const run *what = (const run *)r->arg;
+    expected e = open_expected(what->name);
+    fsdp_checkpoint_reader *files;
+    fsdp_checkpoint_tensor shape, t;
+    llama_config c;
+    llama_model m;
+    llama_acts_desc desc;
+    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
+    int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
+    int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
+    float *want = (float *)get(&e, "logits", FSDP_F32, &t);
+    double *loss = (double *)get(&e, "loss", FSDP_F64, &t);
+    const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
+    int failed;
+    memset(&desc, 0, sizeof desc);
+    desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
+    desc.recompute = what->recompute;
+    model_dir(what->name, dir);
+    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
+    CHECK_EQ_STR(extra, "");
+    CHECK_MSG(!llama_model_create(&m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
+    fsdp_checkpoint_close(files);
+    const int64_t V = c.vocab, most = (int64_t)desc.rows * T;
+    int32_t *mine = (int32_t *)lab_zeros((size_t)(2 * most), sizeof *mine);
+    float *logits = (float *)lab_zeros((size_t)(most * V), sizeof *logits);
+    const int B = my_rows(r, tokens, labels, rows, T, mine, mine + most);
+    /* evaluation, then training: logits, loss */
+    for (int train = 0; train < 2; train++) {
+        CALL(r->w, fsdp_set_grad_enabled(m.model, train));
+        double sum = llama_model_pass(&m, mine, mine + most, B, train ? 1.0 / counted[0] : 0.0,
+                                      logits, &failed);
+        CHECK(!failed);
+        CALL(r->w, fsdp_all_reduce(r->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
+        CHECK_NEAR(sum / counted[0] / loss[0], 1.0, 1e-6);
+        for (int b = 0; b < B; b++) {
+            const int64_t at = (int64_t)(r->rank + b * r->size) * T * V;
+            CHECK(difference(logits + (int64_t)b * T * V, want + at, T * V) <= 1e-5);
+        }
+        if (train && r->rank == 0)
+            h_message("%s, %d ranks: loss %.2g", what->name, r->size,
+                      sum / counted[0] / loss[0] - 1.0);
+    }
+    const double worst = check_gradients(r->w, &m, &e);
+    /* gradients are added */
+    (void)llama_model_pass(&m, mine, mine + most, B, 1.0 / counted[0], NULL, &failed);
+    (void)llama_model_pass(&m, mine, mine + most, B, -1.0 / counted[0], NULL, &failed);
+    CHECK_NEAR(check_gradients(r->w, &m, &e), worst, 2e-5);
+    llama_model_destroy(&m);
+    free(logits), free(mine), free(loss), free(want), free(counted), free(labels), free(tokens);
+    fsdp_checkpoint_close(e.files);
+}
+
+enum { CASES = 8 };
+static const struct {
+    const char *name;
+    int size, recompute;
+} passes[] = {{"1", 1, 0}, {"2", 2, 0},           {"3", 3, 0},
+              {"4", 4, 0}, {"1_recompute", 1, 1}, {"3_recompute", 3, 1}};
+
+/* Logits, loss and gradients of all golden models. Rows are uneven on two ranks, and one of four ranks
+   has none. */
+TEST_P(llama, golden, passes, GLOO | SECONDS(120)) {
+    static const char *const names[CASES] = {
+        "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
+        "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
+    golden_needs("llama");
+    for (int i = 0; i < CASES; i++) {
+        run what = {names[i], row->recompute};
+        lab_run(row->size, NULL, golden_rank, &what);
+    }
+}
+
+/* ---- files that do not fit ------------------------------------------------------------------- */
+
+static size_t slurp(const char *dir, const char *file, char **text) {
+    char path[700];
+    snprintf(path, sizeof path, "%s/%s", dir, file);
+    FILE *f = fopen(path, "rb");
+    CHECK_MSG(f != NULL, "%s", path);
+    *text = (char *)lab_zeros(1 << 18, 1);
+    const size_t n = fread(*text, 1, (1 << 18) - 1, f);
+    fclose(f);
+    return n;
+}
+
+static void put(const char *dir, const char *file, const void *text, size_t n) {
+    char path[700];
+    snprintf(path, sizeof path, "%s/%s", dir, file);
+    FILE *f = fopen(path, "wb");
+    CHECK(f != NULL && fwrite(text, 1, n, f) == n && fclose(f) == 0);
+}
+
+/* Copies the files of a golden model that begin with `begin`, without the last `cut` bytes; in the
+   header `from` becomes `to`, which has as many bytes. */
+static void copy_files(const char *name, const char *to_dir, const char *begin, size_t cut,
+                       const char *from, const char *to) {
+    char dir[600];
+    model_dir(name, dir);
+    DIR *d = opendir(dir);
+    CHECK(d != NULL);
+    for (struct dirent *e; (e = readdir(d));) {
+        char *text;
+        if (strncmp(e->d_name, begin, strlen(begin)) || e->d_name[0] == '.') continue;
+        size_t n = slurp(dir, e->d_name, &text);
+        for (size_t i = 8; from && i + strlen(from) < n; i++) {
+            if (memcmp(text + i, from, strlen(from))) continue;
+            memcpy(text + i, to, strlen(to));
+            break;
+        }
+        put(to_dir, e->d_name, text, n - cut);
+        free(text);
+    }
+    closedir(d);
+}
+
+static const struct {
+    const char *name, *model, *members, *begin;
+    size_t cut;
+    const char *from, *to, *line, *extra; /* NULL: it is read */
+} files[] = {
+    {"fits", "llama_tied", "", "model", 0, NULL, NULL, NULL, ""},
+    {"shape", "llama_tied", "\"intermediate_size\": 80", "model", 0, NULL, NULL,
+     "model.layers.0.mlp.gate_proj.weight: expected shape [80, 32], got [88, 32]", ""},
+    {"vector", "qwen3_tied",
+     "\"head_dim\": 6, \"num_attention_heads\": 8, \"num_key_value_heads\": 4", "model", 0, NULL,
+     NULL, "model.layers.0.self_attn.q_norm.weight: expected shape [6], got [12]", ""},
+    {"layers", "llama_tied", "\"num_hidden_layers\": 4", "model", 0, NULL, NULL,
+     "model.layers.2.self_attn.q_proj.weight: expected a tensor [32, 32], got none (18 tensors are "
+     "missing)",
+     ""},
+    {"head", "llama_tied", "\"tie_word_embeddings\": false", "model", 0, NULL, NULL,
+     "lm_head.weight: expected a tensor [97, 32], got none", ""},
+    {"no_bias", "llama_tied", "\"attention_bias\": true", "model", 0, NULL, NULL,
+     "model.layers.0.self_attn.q_proj.bias: expected a tensor [32], got none (8 tensors are "
+     "missing)",
+     ""},
+    {"dtype", "llama_tied", "", "model", 0, "\"F32\"", "\"I32\"",
+     "expected F32, BF16, F16 or F64, got I32", ""},
+    {"renamed", "llama_tied", "", "model", 0, "model.norm.weight", "model.norm.weigh_",
+     "model.norm.weight: expected a tensor [32], got none", ""},
+    {"cut", "llama_tied", "", "model", 1, NULL, NULL, "model.safetensors", ""},
+    {"shard", "llama3_rope_shards", "", "model-00001", 0, NULL, NULL, "model-0000", ""},
+    {"index", "llama3_rope_shards", "", "model.safetensors.index", 0, NULL, NULL, "model-0000", ""},
+    {"bin", "llama_tied", "", "generation_config", 0, NULL, NULL,
+     "pytorch_model.bin: expected model.safetensors, got another format: load the model with "
+     "transformers",
+     ""},
+    {"other_bin", "llama_tied", "", "model", 0, NULL, NULL, NULL, ""},
+    {"extra", "llama_tied", "\"num_hidden_layers\": 1", "model", 0, NULL, NULL, NULL,
+     "model.layers.1.input_layernorm.weight: the model has no such parameter; it and all others "
+     "that the "
+     "model does not have (9 tensors) are ignored"},
+    {"extra_bias", "llama_untied_bias", "\"mlp_bias\": false", "model", 0, NULL, NULL, NULL,
+     "model.layers.0.mlp.down_proj.bias: the model has no such parameter; it and all others that "
+     "the model "
+     "does not have (6 tensors) are ignored"},
+    {"untied_head", "llama_untied_bias", "\"tie_word_embeddings\": true", "model", 0, NULL, NULL,
+     NULL, ""}};
+
+/* One line with the tensor, what is expected and what is there. A .bin next to safetensors is nothing. */
+TEST_P(llama, files, files, 0) {
+    llama_config c;
+    fsdp_checkpoint_reader *reader = NULL;
+    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600], *text;
+    golden_needs("llama");
+    copy_files(row->model, h_tmpdir(), row->begin, row->cut, row->from, row->to);
+    if (strstr(row->name, "bin")) put(h_tmpdir(), "pytorch_model.bin", "PK", 2);
+    model_dir(row->model, dir);
+    size_t n = slurp(dir, "config.json", &text);
+    while (text[n - 1] != '}') n--;
+    n += (size_t)snprintf(text + n - 1, 4096, "%s%s}", *row->members ? ", " : "", row->members) - 1;
+    put(h_tmpdir(), "config.json", text, n);
+    free(text);
+    CHECK_MSG(!llama_config_read(h_tmpdir(), &c, why, sizeof why), "%s", why);
+    const int result = llama_files_open(h_tmpdir(), &c, &reader, why, extra, sizeof why);
+    CHECK_MSG(result == (row->line ? -1 : 0), "%s", why);
+    CHECK_MSG(strstr(why, row->line ? row->line : "") && !strchr(why, '\n'), "%s", why);
+    CHECK(!*why == !row->line && (reader != NULL) == !row->line);
+    CHECK_MSG(strstr(extra, row->extra) && !*extra == !*row->extra, "%s", extra);
+    if (row->line) h_message("%s", why);
+    fsdp_checkpoint_close(reader);
+}
+
+/* ---- failures of one rank -------------------------------------------------------------------- */
+
+enum { SHORT_FILE = 1, NO_MEMORY };
+
+/* Rank 1 cannot read a file that was there before, or has no memory: no rank has a model, and each has
+   a line. The world goes on. */
+static void failing_rank(lab_rank *r) {
+    const int how = *(const int *)r->arg;
+    fsdp_checkpoint_reader *reader;
+    llama_config c;
+    llama_model m;
+    llama_acts_desc desc;
+    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    snprintf(dir, sizeof dir, "%s/%d", h_tmpdir(), r->rank + 2 * how);
+    CHECK(!mkdir(dir, 0700));
+    copy_files("llama_tied", dir, "model", 0, NULL, NULL);
+    copy_files("llama_tied", dir, "config", 0, NULL, NULL);
+    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_files_open(dir, &c, &reader, why, extra, sizeof why), "%s", why);
+    memset(&desc, 0, sizeof desc);
+    desc.rows = 1, desc.context = 4, desc.loss_rows = 4;
+    if (r->rank == 1 && how == SHORT_FILE)
+        copy_files("llama_tied", dir, "model", 50000, NULL, NULL);
+    if (r->rank == 1 && how == NO_MEMORY) desc.rows = desc.context = 2147483647;
+    CHECK_EQ_INT(llama_model_create(&m, r->w, &c, reader, &desc, why, sizeof why), -1);
+    CHECK_MSG(!strchr(why, '\n') && *why, "%s", why);
+    if (r->rank == 1)
+        CHECK_MSG(strstr(why, how == SHORT_FILE ? "model.safetensors" : "memory"), "%s", why);
+    CHECK(m.model == NULL && m.layers == NULL && m.acts.memory == NULL);
+    CALL(r->w, fsdp_barrier(r->w));
+    fsdp_checkpoint_close(reader);
+}
+
+TEST(llama, one_rank_fails) {
+    golden_needs("llama");
+    for (int how = SHORT_FILE; how <= NO_MEMORY; how++) lab_run(2, NULL, failing_rank, &how);
+}
