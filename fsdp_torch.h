@@ -420,10 +420,11 @@ struct Recompute : torch::autograd::Function<Recompute> {
     }
     static variable_list backward(AutogradContext *c, variable_list grads) {
         Again &a = *static_cast<Again *>(c->saved_data["again"].toCapsule().get());
-        const variable_list saved = c->get_saved_variables();
-        variable_list in = detached(saved), out(in.size() + 2);
+        variable_list in, out;
         a.unit->pre_backward();
         try {
+            const variable_list saved = c->get_saved_variables();
+            in = detached(saved);
             variable_list y, roots, roots_grad;
             {
                 const at::ThreadLocalStateGuard context(a.context);
@@ -441,7 +442,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
             abandon(a.unit->world, "unit '" + a.unit->name + "', backward");
         }
         a.unit->post_backward();
-        for (size_t i = 0; i < in.size(); i++) out[i] = in[i].grad();
+        for (const Tensor &x : in) out.push_back(x.grad());
+        out.resize(in.size() + 2);
         return out;
     }
 };
