@@ -979,10 +979,12 @@ typedef struct fsdp_flat {
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
 /* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed
-   full        host memory, the parameter's shape and dtype, row-major
+   full        host memory, the parameter's shape and dtype, row-major. You may free it afterwards
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, or holds gradients that are
-               not reduced), errors of commit
-   Collective  as fsdp_model_commit at the first use, then no      Allocates as commit
+               not reduced), OUT_OF_MEMORY
+   Before the first commit   it does not commit: the rows wait in host memory, and fsdp_fully_shard
+               may add units. So a model is built with the memory of its shards and one unit
+   Collective  no      Allocates before the first commit: the shard of this parameter
    Blocks      on GPUs until the rows are copied, at most timeout_ms
    Source      torch: distribute_tensor, set_model_state_dict */
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full);
@@ -1334,6 +1336,20 @@ typedef enum fsdp_storage_state {
    Source      torch: TrainingState, ShardedState */
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit);
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
+
+/* fsdp_set_unit_callback - call fn when the unit's parameters become readable, and before they
+     cease to be, for an autograd that keeps pointers to them
+   fn          readable 1: fsdp_data works, also in fn; on a device, for work on the caller's stream.
+               readable 0: the pointers are stale when fn has returned, whatever ends them: post_*,
+               finalize, reset, reshard, a cast, a failure of the world, destroy. fn must call
+               nothing but getters. The calling thread calls it, with a plan too. NULL: none.
+               If the parameters are readable now, a new fn is called at once, and an old one before
+               it
+   Result      FSDP_OK; INVALID_ARG (unit is NULL), the failure of the world
+   Collective  no      Allocates no
+   Source      torch: FSDPParam.unsafe_setattr_param, which does this for a module in Python */
+typedef void (*fsdp_unit_callback)(fsdp_unit *unit, int readable, void *user);
+FSDP_API fsdp_status fsdp_set_unit_callback(fsdp_unit *unit, fsdp_unit_callback fn, void *user);
 
 /* -------------------------------------------------------------------------------------------- */
 /* Ops are data: everything that a call does is an op. An observer sees it, a comm thread queues it,

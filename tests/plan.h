@@ -73,6 +73,7 @@ typedef struct plan_bed { /* one rank */
     int freezes;     /* parameters are frozen and thawed: gradients are not checked */
     int frozen_now;  /* parameter 0 of unit 1 is frozen now */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
+    const void *readable[PLAN_UNITS]; /* address that the unit's callback has got; NULL: none now */
 } plan_bed;
 
 H_FN void plan_call(plan_net *n, int unit, int call) {
@@ -225,6 +226,24 @@ H_FN void plan_set(plan_bed *b, fsdp_unit *u, int index) {
     if (sets & PLAN_NO_ALL_REDUCE) CALL(b->w, fsdp_set_requires_all_reduce(b->model, u, 0));
 }
 
+/* Checks that the callback of each unit knows the address of its parameters, in replays too. */
+H_FN void plan_check_readable(const plan_bed *b) {
+    for (int i = 0; i < b->net->num_units && !fsdp_world_status(b->w); i++) {
+        const int is = fsdp_unit_storage(b->unit[i]) == FSDP_STORAGE_UNSHARDED;
+        W_CHECK(b->readable[i] == (is ? fsdp_data(b->unit[i], 0) : NULL),
+                "unit %d: storage %d, its callback has %s", i, (int)fsdp_unit_storage(b->unit[i]),
+                b->readable[i] ? "an address" : "none");
+    }
+}
+H_FN void plan_called_back(fsdp_unit *u, int readable, void *user) {
+    plan_bed *b = (plan_bed *)user;
+    int i = 0;
+    while (b->unit[i] != u) i++;
+    CHECK((b->readable[i] == NULL) == readable);
+    if (!readable && !fsdp_world_status(b->w)) CHECK(fsdp_data(u, 0) == b->readable[i]);
+    b->readable[i] = readable ? fsdp_data(u, 0) : NULL;
+}
+
 H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
     static const fsdp_gather_extension strings = {plan_sizes, plan_pre, plan_post, NULL};
     static __thread fsdp_mesh_info info;
@@ -263,6 +282,7 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
         ud.params = p, ud.num_params = net->num_params;
         ud.reshard_after_forward = net->never == u + 1 ? FSDP_RESHARD_NEVER : net->reshard[u];
         CALL(w, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
+        CALL(w, fsdp_set_unit_callback(b->unit[u], plan_called_back, b));
     }
     CALL(w, fsdp_init_params(b->model, plan_fill, NULL));
     for (int u = 0; u < net->num_units && net->sets; u++) plan_set(b, b->unit[u], u);
@@ -330,6 +350,7 @@ H_FN void plan_calls(plan_bed *b, int from, int to) {
         if (call == FSDP_CALL_POST_FORWARD) plan_look(b, unit, i, 0);
         if (call == FSDP_CALL_POST_BACKWARD) plan_look(b, unit, i, 1);
         CALL(b->w, plan_hook(b, unit, call));
+        plan_check_readable(b);
         if (call == FSDP_CALL_PRE_FORWARD || call == FSDP_CALL_WAIT) plan_look(b, unit, i, 0);
         if (call == FSDP_CALL_PRE_BACKWARD) plan_look(b, unit, i, 1);
     }
@@ -381,6 +402,7 @@ H_FN void plan_step_end(plan_bed *b, plan_result *out) {
 H_FN void plan_step(plan_bed *b, plan_result *out) {
     plan_calls(b, 0, b->net->num_calls);
     CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_check_readable(b);
     plan_step_end(b, out);
 }
 

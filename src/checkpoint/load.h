@@ -75,11 +75,13 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
                          "[E437] %s: '%s' is %s with %d dims there, which the library does not "
                          "have: leave it out by desc.source",
                          l->io->call, s->name, fsdp_safetensors_dtype_name(e->file_dtype), e->ndim);
+    const int scalar = e->ndim == 0 && x->ndim == 1; // here it is a vector of one element
     fsdpi_ck_whole(boxes, (int)count, there);
+    if (scalar) there[0] = 1;
     memcpy(whole, there, sizeof whole);
     if (s->transpose && e->ndim == 2) whole[0] = there[1], whole[1] = there[0];
     int64_t rows = s->rows ? s->rows : whole[0] - s->first;
-    int same = e->ndim == x->ndim && (!s->transpose || x->ndim == 2) && s->first >= 0 && rows >= 0;
+    int same = e->ndim + scalar == x->ndim && (!s->transpose || x->ndim == 2) && s->first >= 0 && rows >= 0;
     for (int d = 0; d < x->ndim && same; d++)
         same = d ? whole[d] == x->whole[d]
                  : rows <= whole[0] - s->first && rows <= x->whole[0] - *row &&
@@ -114,6 +116,7 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
         w.pitch = w.shape[0];
     }
     if (!fsdpi_ck_volume(x->ndim, w.shape)) return FSDP_OK;
+    w.ndim = e->ndim;
     return fsdpi_ck_add_want(&l->reader, &w, first_box, count);
 }
 

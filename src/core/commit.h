@@ -204,23 +204,38 @@ static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *
     return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
 }
 
+// Frees the shards of a unit that were loaded before the first layout.
+static void fsdpi_early_free(fsdp_unit *u) {
+    for (int i = 0; u->params && i < u->desc.num_params; i++) {
+        fsdpi_buf_free(u->model, u->params[i].early);
+        u->params[i].early = NULL;
+    }
+}
+
 // Copies shards and reduced gradients from the blocks of the previous layout, if there is one, and
-// frees these blocks.
+// frees these blocks. Before the first layout a shard that was loaded has a buffer of its own. It is
+// freed unit by unit: a large one exists twice only while its unit moves.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
+        int early = 0;
         if (u->state.shard_grad == FSDPI_SHARD_GRAD_NONE)
             u->state.shard_grad = FSDPI_SHARD_GRAD_ZERO; // new blocks are zero
         for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
             const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
-            if (!old->old_shard) continue;
-            status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
-            if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
+            fsdp_buf *from = p->early ? p->early : old->old_shard;
+            if (!from) continue;
+            early |= p->early != NULL;
+            status = fsdpi_move_one(u, p, from, p->old_dtype, flat->shard, p->dtype);
+            if (!status && old->old_grad && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
                                         flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }
+        if (status || !early) continue;
+        status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+        if (!status) fsdpi_early_free(u);
     }
     if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     fsdpi_old_free(m);

@@ -34,7 +34,18 @@ static const fsdpi_step fsdpi_waits[] =
         {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1},
         {FSDPI_STEP_WAIT, FSDP_POOL_GATHER, FSDPI_NOWHERE, 0, 1}};
 
-static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
+// Calls the unit's callback, if readability differs from what its last call said. A dry run changes
+// no memory. `readable` 0 comes before the memory is released.
+static FSDPI_NOINLINE void fsdpi_call_back(fsdp_unit *u, int readable) {
+    if (!u->callback || u->called_readable == readable || u->model->dry_run) return;
+    u->called_readable = readable;
+    u->callback(u, readable, u->callback_user);
+}
+static void fsdpi_call_all_back(fsdp_model *m) { // none is readable any more
+    for (int i = 0; m->unit_callbacks && i < m->num_units; i++) fsdpi_call_back(m->units[i], 0);
+}
+
+static fsdp_status fsdpi_end_gather(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
     FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_waits[u->layout.gather]));
@@ -44,11 +55,18 @@ static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     return FSDP_OK;
 }
 
+static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
+    FSDPI_TRY(fsdpi_end_gather(u));
+    if (u->callback && u->state.storage == FSDP_STORAGE_UNSHARDED) fsdpi_call_back(u, 1);
+    return FSDP_OK;
+}
+
 // Frees the full parameters. COMPUTE waits even for an all-gather that has no use: it still reads
 // shards, here and on peers, and the caller may write shards next.
 static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
-    fsdp_status status = fsdpi_do_wait(u);
+    if (u->callback) fsdpi_call_back(u, 0);
+    fsdp_status status = fsdpi_end_gather(u);
     s->storage = FSDP_STORAGE_SHARDED;
     s->stale = 0;
     fsdp_status gather = fsdpi_release(u, &s->slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
@@ -96,6 +114,7 @@ static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
     if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
+    if (u->callback) fsdpi_call_back(u, 0);
     FSDPI_TRY(fsdpi_emit_step(u, &fsdpi_slice));
     u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
     return FSDP_OK;

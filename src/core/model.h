@@ -31,6 +31,7 @@ static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
 
 static void fsdpi_model_close(fsdp_model *m) {
     fsdp_world *w = m->world;
+    fsdpi_call_all_back(m); // a plan supplies slots
     while (m->attached) {
         fsdpi_attached **last = &m->attached;
         while ((*last)->next) last = &(*last)->next;
@@ -38,7 +39,10 @@ static void fsdpi_model_close(fsdp_model *m) {
     }
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
-    for (int i = 0; i < m->num_units; i++) fsdpi_unit_free(m->units[i]);
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_early_free(m->units[i]);
+        fsdpi_unit_free(m->units[i]);
+    }
     fsdpi_model_free(m, m->units);
     if (m->own_mesh) fsdpi_mesh_free(m->own_mesh);
     fsdpi_free(&w->boot.allocator, m);

@@ -146,8 +146,9 @@ typedef struct fsdpi_param {
     int32_t part;             // index in fsdpi_unit_layout.parts
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // offset of the full gradient in the GRAD slot, in elements
+    fsdp_buf *early;          // the shard, if it was loaded before the first layout; until its move
     int64_t old_offset;       // offset of the shard in the previous layout, for fsdpi_move
-    fsdp_dtype old_dtype;     // dtype in the previous layout, for fsdpi_move
+    fsdp_dtype old_dtype;     // dtype in the previous layout or of `early`, for fsdpi_move
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
     fsdp_gather_extension extension;            // extension.sizes is NULL: none
@@ -282,6 +283,9 @@ struct fsdp_unit {
     fsdpi_unit_layout layout;
     fsdpi_facts facts;
     fsdpi_grad_path route;   // gradient path of the last reduction: see fsdpi_do_reduce
+    fsdp_unit_callback callback; // NULL: none
+    void *callback_user;
+    int called_readable;     // 1: its last call said that the parameters are readable
     uint32_t reported_calls; // set of calls (bits) that have logged an error in this step
     uint64_t *use;           // FSDPI_USE_* of the parameters, a byte each: see fsdpi_use
     int use_words;
@@ -332,6 +336,7 @@ struct fsdp_model {
     fsdp_comm *shard_reduce_comm;
     int mixed;      // 1: ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // 1: a post_accumulate hook has been set
+    int unit_callbacks; // 1: a unit callback has been set
     const fsdp_unit *outside; // unit whose mesh has ranks that the model's mesh lacks, or NULL
     fsdp_unit **units;
     int num_units, cap_units, num_params, number; // number: its number in the world

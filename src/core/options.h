@@ -259,6 +259,17 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
     return FSDP_OK;
 }
 
+FSDP_API fsdp_status fsdp_set_unit_callback(fsdp_unit *unit, fsdp_unit_callback fn, void *user) {
+    if (!unit) return fsdpi_null(NULL, "set_unit_callback", "unit");
+    FSDPI_TRY(fsdpi_failed(unit->model->world));
+    fsdpi_call_back(unit, 0);
+    unit->model->unit_callbacks |= fn != NULL;
+    unit->callback = fn;
+    unit->callback_user = user;
+    fsdpi_call_back(unit, unit->state.storage == FSDP_STORAGE_UNSHARDED);
+    return FSDP_OK;
+}
+
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     FSDPI_TRY(fsdpi_set_hook(u, what));

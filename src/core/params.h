@@ -282,21 +282,46 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
     return FSDP_OK;
 }
 
+// Copies this rank's rows of a full tensor to `shard`.
+static fsdp_status fsdpi_load_rows(const fsdp_unit *u, const fsdpi_param *p, void *shard,
+                                   const void *full) {
+    const fsdp_layout_param *lay = &p->lay;
+    int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
+            inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
+    int64_t width = fsdpi_bytes(lay->rows * inner, p->dtype);
+    int64_t from = fsdpi_bytes(lay->start * inner, p->dtype);
+    int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, p->dtype);
+    fsdp_block rows = {from, 0, width, outer, pitch, width};
+    return fsdpi_transfer_rows(u->model->world, shard, full, &rows);
+}
+
+// Loads a parameter before the model has its first layout: into a buffer of its own, in host
+// memory. So more units can follow, and a model is built with the memory of its shards and a unit.
+static FSDP_COLD fsdp_status fsdpi_load_early(fsdp_unit *u, fsdpi_param *p, const void *full) {
+    fsdp_model *m = u->model;
+    if (m->world->flight) fsdpi_flight_call(m->world, FSDP_CALL_LOAD, u->desc.name);
+    if (p->early && p->old_dtype != p->dtype) { // a cast came between two loads
+        fsdpi_buf_free(m, p->early);
+        p->early = NULL;
+    }
+    const size_t bytes = (size_t)fsdpi_bytes(p->lay.shard_numel, p->dtype);
+    if (!p->early) FSDPI_TRY(fsdpi_buf_make(m, FSDP_POOL_SHARD, bytes, 1, &p->early));
+    p->old_offset = 0;
+    p->old_dtype = p->dtype;
+    return fsdpi_load_rows(u, p, p->early->ptr, full);
+}
+
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full) {
     FSDPI_TRY(fsdpi_param_call(unit, index, FSDP_CALL_LOAD));
     FSDPI_TRY(fsdpi_failed(unit->model->world));
-    const fsdp_layout_param *lay = &unit->params[index].lay;
-    if (!full && lay->numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
+    fsdpi_param *p = &unit->params[index];
+    if (!full && p->lay.numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
+    if (!unit->model->laid_out && !unit->model->num_commits)
+        return fsdpi_load_early(unit, p, full);
     FSDPI_TRY(fsdpi_load(unit->model));
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
-    int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
-            inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
-    int64_t width = fsdpi_bytes(lay->rows * inner, v.dtype);
-    int64_t from = fsdpi_bytes(lay->start * inner, v.dtype);
-    int64_t pitch = fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype);
-    fsdp_block rows = {from, 0, width, outer, pitch, width};
-    FSDPI_TRY(fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows));
+    FSDPI_TRY(fsdpi_load_rows(unit, p, v.shard, full));
     fsdpi_shards_written(unit->model);
     return fsdpi_tell_values(unit->model, FSDP_VALUES_WRITTEN, v.ordinal);
 }

@@ -83,6 +83,8 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
             copy->layout.parts[k].extended = copy->params +
                                              (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
+    for (int i = 0; i < copy->desc.num_params; i++) copy->params[i].early = NULL;
+    copy->callback = NULL;
     copy->use = (uint64_t *)(void *)(copy->params + u->desc.num_params);
     memset(copy->use, 0, 8 * (size_t)u->use_words);
     copy->state = fsdpi_state_new();

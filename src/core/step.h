@@ -320,8 +320,15 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
+// Returns `status`, the failure of the world, in which no parameter is readable.
+static FSDPI_NOINLINE fsdp_status fsdpi_world_is_failed(fsdp_model *m, fsdp_status status) {
+    fsdpi_call_all_back(m);
+    return status;
+}
+
 // Keeps the first failed status and its text: fsdp_finalize_backward returns them again.
 static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status status) {
+    if (fsdpi_failed(m->world)) fsdpi_call_all_back(m);
     if (m->hook_status) return status;
     snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
     return m->hook_status = status;
@@ -367,7 +374,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
-    if (status) return status;
+    if (status) return fsdpi_world_is_failed(m, status);
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_hook_failed(m, status);
     if (m->listeners & FSDPI_LISTEN_CALLS) {
@@ -463,7 +470,7 @@ static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
     fsdp_status status = fsdpi_failed(model->world);
-    if (status) return status;
+    if (status) return fsdpi_world_is_failed(model, status);
     const fsdpi_attached *answered = NULL;
     if (model->listeners & FSDPI_LISTEN_CALLS)
         answered = fsdpi_ext_offer_call(model, NULL, FSDP_CALL_FINALIZE, &status);
@@ -471,6 +478,7 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     if (model->listeners & FSDPI_LISTEN_RETURNS)
         fsdpi_tell_returned(model, NULL, FSDP_CALL_FINALIZE, answered);
     if (!status && model->world->flight) fsdpi_flight_step_end(model->world, model->step);
+    if (status && fsdpi_failed(model->world)) fsdpi_call_all_back(model);
     return status;
 }
 
@@ -609,7 +617,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
-    if (status) return status;
+    if (status) return fsdpi_world_is_failed(model, status);
     if (fsdpi_ext_offer_call(model, NULL, FSDP_CALL_RESET, &status)) return status;
     fsdpi_drain(model->world);
     if (model->num_commits == 0)

@@ -56,12 +56,14 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
-    if (d->ndim == 0)
-        return fsdpi_invalid_arg(
-            w, "[E140] unit '%s', parameter '%s' is a scalar: make it a vector of one element",
-            unit, name);
+    if (d->ndim == 0 && d->shape[0] != 0)
+        return fsdpi_invalid_arg(w,
+                                 "[E140] unit '%s', parameter '%s': ndim is 0 and shape[0] is %lld: "
+                                 "set ndim, or leave shape zero for a scalar",
+                                 unit, name, (long long)d->shape[0]);
+    if (d->ndim == 0) d->ndim = 1, d->shape[0] = 1; // a scalar is a vector of one element
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_invalid_arg(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d",
+        return fsdpi_invalid_arg(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 0..%d",
                                  unit, name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
         return fsdpi_invalid_arg(

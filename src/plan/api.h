@@ -181,6 +181,18 @@ static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
     return FSDP_OK;
 }
 
+// Calls the callbacks of units whose parameters a call of the tape makes readable (1), or which
+// cease to be (0), also if they lie in another slot afterwards.
+static FSDPI_NOINLINE void fsdpi_plan_call_back(const fsdpi_plan_step *step, int readable) {
+    for (int i = 0; i < step->num_states; i++) {
+        fsdp_unit *u = step->states[i].unit;
+        const fsdpi_state *next = &step->states[i].saved.state;
+        const int is = next->storage == FSDP_STORAGE_UNSHARDED;
+        const int moves = next->slot[FSDP_POOL_GATHER] != u->state.slot[FSDP_POOL_GATHER];
+        if (readable ? is : !is || moves) fsdpi_call_back(u, readable);
+    }
+}
+
 /* Replays one call. Ops are emitted first: in a reduction, ranks compare which parameters are
    used, and after its states none is. */
 static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
@@ -188,9 +200,11 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
     p->at++;
     for (int i = 0; i < step->num_joined; i++)
         fsdpi_plan_agree_joined(p, &p->kind->tape, &step->joined[i]);
+    if (p->model->unit_callbacks) fsdpi_plan_call_back(step, 0);
     fsdp_status status = fsdpi_plan_emit(p->model, step->ops, step->num_ops);
     for (int i = 0; i < step->num_states; i++)
         fsdpi_plan_restore_unit(step->states[i].unit, &step->states[i].saved);
+    if (p->model->unit_callbacks && !status) fsdpi_plan_call_back(step, 1);
     return status;
 }
 

@@ -512,6 +512,40 @@ TEST_P(checkpoint, rows_of_sources, ranks_1_to_3) {
     lab_run(row->ranks, NULL, rows_of_sources, NULL);
 }
 
+/* ---- scalars --------------------------------------------------------------------------------- */
+
+/* A parameter without dimensions takes a tensor of shape [], as PyTorch writes it, or [1]. A vector
+   of two elements takes neither. */
+static void scalars(lab_rank *r) {
+    fsdp_param_desc p = FSDP_ZERO;
+    fsdp_checkpoint *ck;
+    fsdp_safetensors_entry e;
+    p.name = "scale";
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = named_unit(r->w, m, "u", &p, 1);
+    CALL(r->w, fsdp_checkpoint_create(m, NULL, &ck));
+    for (int ndim = 0; ndim < 3; ndim++) {
+        char path[600], room[512];
+        float got = 0, data[2] = {(float)ndim + 5, 0};
+        ck_dir(path, "x.safetensors");
+        memset(&e, 0, sizeof e);
+        e.name = "u.scale";
+        e.dtype = FSDP_F32, e.ndim = ndim > 0;
+        e.shape[0] = ndim; /* [], [1] and [2] */
+        int64_t size = fsdp_safetensors_print(&e, 1, 0, NULL, NULL, 0, room + 8, 400);
+        memcpy(room, &size, 8);
+        memcpy(room + 8 + size, data, sizeof data);
+        if (r->rank == 0) ck_spit(path, room, 8 + size + (ndim == 2 ? 8 : 4));
+        CALL(r->w, fsdp_barrier(r->w));
+        if (ndim == 2) REFUSED(r->w, fsdp_checkpoint_load(ck, path, NULL), "[E436]");
+        else CALL(r->w, fsdp_checkpoint_load(ck, path, NULL));
+        CALL(r->w, fsdp_param_full(u, 0, &got));
+        W_CHECK(got == (ndim == 2 ? 6.f : data[0]), "ndim %d: %g", ndim, (double)got);
+        CALL(r->w, fsdp_barrier(r->w));
+    }
+}
+TEST_P(checkpoint, scalars, ranks_1_to_3) { lab_run(row->ranks, NULL, scalars, NULL); }
+
 /* ---- which rank writes ----------------------------------------------------------------------- */
 
 /* Replicas share the rows of a tensor with 64 KiB or more for each of them, and otherwise take

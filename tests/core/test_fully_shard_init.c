@@ -552,20 +552,21 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
     p[1].name = "temperature";
+    p[1].shape[0] = 3; /* ndim has been forgotten */
     ud.params = p;
     ud.num_params = 2;
     toy_begin(&t, world, NULL, 2, fsdp_rank(world));
     fsdp_status got = fsdp_fully_shard(t.model, &ud, &t.unit[0]);
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "temperature");
-    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "vector of one element");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "ndim is 0 and shape[0] is 3: set ndim");
     CHECK_EQ_INT(fsdp_num_units(t.model), 0);
-    p[1] = fsdp_vec("temperature", 1);
+    p[1].shape[0] = 0;
     toy_unit(&t, NULL, p, 2);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
-/* PyTorch: test_fully_shard_init.py test_raise_scalar_parameter. Done: the error asks for a vector
-   of one element. */
+/* PyTorch: test_fully_shard_init.py test_raise_scalar_parameter. Differs: a scalar is
+   taken as a vector of one element. A shape without ndim is refused. */
 TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
 
 static void invalid_dim(fsdp_world *world, const void *arg) {

@@ -706,6 +706,7 @@ typedef struct {
     model m;
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS];
+    const void *readable[MAX_UNITS]; /* address that the unit's callback has got; NULL: none now */
     fsdp_op colls[MAX_COLLS]; /* ops of the latest call */
     int num_colls;
     int copies_in, slices, sums_seen, grads_seen; /* latest call, too */
@@ -762,6 +763,18 @@ static fsdp_mesh_info make_mesh(bed *b, int kind, int shards, int replicas) {
     return info;
 }
 
+/* The callback of each unit: the parameters are readable in both of its calls. */
+static void called_back(fsdp_unit *u, int readable, void *user) {
+    bed *b = (bed *)user;
+    int i = 0;
+    while (b->units[i] != u) i++;
+    MODEL_CHECK(b, (b->readable[i] == NULL) == readable, "unit %d: callback %d twice", i, readable);
+    const void *data = fsdp_data(u, 0);
+    MODEL_CHECK(b, !lab_undefined(b->model, data), "unit %d: not readable in a callback", i);
+    if (!readable) MODEL_CHECK(b, data == b->readable[i], "unit %d: other address", i);
+    b->readable[i] = readable ? data : NULL;
+}
+
 static void bed_unit(bed *b, int i) {
     const unit *u = &b->n.units[i];
     fsdp_param_desc p[MAX_PARAMS];
@@ -783,6 +796,7 @@ static void bed_unit(bed *b, int i) {
         d.mesh_info = &info;
     }
     CHECK_OK(fsdp_fully_shard(b->model, &d, &b->units[i]));
+    CHECK_OK(fsdp_set_unit_callback(b->units[i], called_back, b));
 }
 
 static void measure(bed *b);
@@ -806,6 +820,10 @@ static void bed_open(bed *b) {
     d.prefetch_bytes = n->budget, d.direct_min = n->direct_min;
     CHECK_OK(fsdp_model_create(b->s.world, &d, &b->model));
     for (int i = 0; i < n->num_units; i++) bed_unit(b, i);
+    for (int i = 0; i < n->num_units; i++) { /* loaded before the first layout */
+        static const double zeros[128];
+        if (one_in(&b->at, 2)) CHECK_OK(fsdp_param_load(b->units[i], 0, zeros));
+    }
     b->s.on_op = see;
     b->s.on_op_user = b;
     CHECK_OK(sim_watch(&b->s, b->model));
@@ -850,6 +868,7 @@ static void print_net(const bed *b) {
 static void bed_close(bed *b) {
     MODEL_CHECK(b, b->s.races == 0, "%d races, first: %s", b->s.races, b->s.race);
     CHECK_EQ_INT(sim_close(&b->s), 0);
+    for (int i = 0; i < b->n.num_units; i++) CHECK(!b->readable[i]);
 }
 
 /* ---- comparison ------------------------------------------------------------------------------ */
@@ -866,6 +885,9 @@ static void compare_states(bed *b) {
                     states[u->state]);
         MODEL_CHECK(b, storage == u->storage, "unit %d is %s, model %s", i, storages[storage],
                     storages[u->storage]);
+        const void *now = storage == FSDP_STORAGE_UNSHARDED ? fsdp_data(b->units[i], 0) : NULL;
+        MODEL_CHECK(b, b->readable[i] == now, "unit %d: its callback has %s, and it is %s", i,
+                    b->readable[i] ? "an address" : "none", storages[storage]);
     }
 }
 
