@@ -194,11 +194,11 @@ struct State : torch::CustomClassHolder {
         follow_stream();
         for (size_t i = 0; unit && i < params.size(); i++) {
             Param &p = params[i];
-            if (p.value.storage().unsafeGetStorageImpl() !=
-                p.memory.storage.unsafeGetStorageImpl())
-                refuse("[E555] unit '%s': parameter '%s' has got other memory: do not move a module "
-                       "or give a parameter other data while its unit is open",
-                       name.c_str(), p.name.c_str());
+            if (p.value.storage().unsafeGetStorageImpl() != p.memory.storage.unsafeGetStorageImpl())
+                refuse(
+                    "[E555] unit '%s': parameter '%s' has got other memory: do not move a module "
+                    "or give a parameter other data while its unit is open",
+                    name.c_str(), p.name.c_str());
             if (type_of(fsdp_data_dtype(unit, int(i))) != p.value.scalar_type()) bind(i); // cast
             used_trainable |= p.value.requires_grad();
         }
@@ -206,9 +206,10 @@ struct State : torch::CustomClassHolder {
     }
     void pre_backward() {
         if (at::GradMode::is_enabled())
-            refuse("[E555] unit '%s': backward with create_graph needs gradients of gradients, which "
-                   "the library does not have",
-                   name.c_str());
+            refuse(
+                "[E555] unit '%s': backward with create_graph needs gradients of gradients, which "
+                "the library does not have",
+                name.c_str());
         follow_stream();
         close_grads();
         call(fsdp_pre_backward);
@@ -277,8 +278,8 @@ struct Modules {
 
 // Calls v with each tensor of x: a tensor, or a tuple, pair, array, vector or optional of such.
 template <class T, class = void> struct is_tuple : std::false_type {};
-template <class T> struct is_tuple<T, std::void_t<decltype(std::tuple_size<T>::value)>>
-    : std::true_type {};
+template <class T>
+struct is_tuple<T, std::void_t<decltype(std::tuple_size<T>::value)>> : std::true_type {};
 template <class T> struct is_list : std::false_type {};
 template <class T> struct is_list<std::vector<T>> : std::true_type {};
 template <class T> struct is_list<std::optional<T>> : std::true_type {};
@@ -323,8 +324,7 @@ inline void keep(AutogradContext *c, const Ref &s) {
 inline State &kept(AutogradContext *c) {
     return *static_cast<State *>(c->saved_data["unit"].toCapsule().get());
 }
-template <void (State::*Call)()>
-struct Hook : torch::autograd::Function<Hook<Call>> {
+template <void (State::*Call)()> struct Hook : torch::autograd::Function<Hook<Call>> {
     static variable_list forward(AutogradContext *c, at::TensorList list, const Ref &s) {
         return keep(c, s), detached(list);
     }
@@ -469,8 +469,8 @@ class Unit {
                device than the model, or that shares its memory with another one; failures of
                fsdp_fully_shard and fsdp_param_load. The module is as before
    Collective  yes      Source torch: fully_shard */
-inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module,
-                        const std::string &name, fsdp_unit_desc desc = FSDP_ZERO) {
+inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, const std::string &name,
+                        fsdp_unit_desc desc = FSDP_ZERO) {
     using namespace detail;
     Modules &modules = Modules::of(model);
     auto s = c10::make_intrusive<State>(model, name);
@@ -482,16 +482,17 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module,
         const Tensor &p = named.value();
         c10::TensorImpl *impl = p.unsafeGetTensorImpl();
         if (modules.taken.count(impl) || !seen.insert(impl).second) continue;
-        const char *why = p.layout() != at::kStrided                ? "is sparse"
-                          : p.is_cuda() != gpu || p.is_meta() ||
-                                  !(p.is_cpu() || p.is_cuda())      ? "is on another device than the model"
-                          : dtype_of(p.scalar_type()) == FSDP_DTYPE_KEEP ? "has a dtype that is none of "
-                                                                           "float, double, half and bfloat16"
-                          : !p.is_contiguous()                      ? "is not contiguous: give it p.contiguous() by set_data"
-                          : p.numel() && !memory.insert(p.storage().unsafeGetStorageImpl()).second
-                              ? "shares its memory with another parameter: register one tensor twice"
-                          : p.dim() > FSDP_MAX_DIMS ? "has too many dims"
-                                                    : nullptr;
+        const char *why =
+            p.layout() != at::kStrided ? "is sparse"
+            : p.is_cuda() != gpu || p.is_meta() || !(p.is_cpu() || p.is_cuda())
+                ? "is on another device than the model"
+            : dtype_of(p.scalar_type()) == FSDP_DTYPE_KEEP ? "has a dtype that is none of "
+                                                             "float, double, half and bfloat16"
+            : !p.is_contiguous() ? "is not contiguous: give it p.contiguous() by set_data"
+            : p.numel() && !memory.insert(p.storage().unsafeGetStorageImpl()).second
+                ? "shares its memory with another parameter: register one tensor twice"
+            : p.dim() > FSDP_MAX_DIMS ? "has too many dims"
+                                      : nullptr;
         if (why) refuse("[E555] unit '%s': parameter '%s' %s", label, named.key().c_str(), why);
         s->params.push_back({named.key(), p, {}, {}, {}, false});
     }
@@ -509,11 +510,12 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module,
         for (int k = 0; k < d.ndim; k++) d.shape[k] = p.value.size(k);
         params.push_back(d);
         for (Window *w : {&p.memory, &p.grad_memory})
-            w->text = std::string("[E556] ") + (w == &p.memory ? "" : "the gradient of ") +
-                      "parameter '" + p.name + "' of unit '" + label +
-                      "' has memory only inside forward, checkpoint and backward of its unit. "
-                      "fsdp_torch::shards has this rank's rows, also for optimizers; fsdp_param_full "
-                      "gathers it; fsdp_checkpoint_save saves it; fsdp_model_cast changes its dtype";
+            w->text =
+                std::string("[E556] ") + (w == &p.memory ? "" : "the gradient of ") +
+                "parameter '" + p.name + "' of unit '" + label +
+                "' has memory only inside forward, checkpoint and backward of its unit. "
+                "fsdp_torch::shards has this rank's rows, also for optimizers; fsdp_param_full "
+                "gathers it; fsdp_checkpoint_save saves it; fsdp_model_cast changes its dtype";
     }
     desc.name = name.c_str();
     desc.params = params.data();

@@ -51,7 +51,8 @@ def files_below(folder):
                   for name in names if not name.endswith(".md"))
 
 
-HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
+LIBTORCH = "fsdp_torch.h"  # in C++17: make torch compiles it
+HEADERS = ["fsdp.h"] + sorted(set(glob.glob("fsdp_*.h")) - {LIBTORCH})
 PARTS = files_below("src/core") + files_below("src/base")
 PLAN = sorted(set(files_below("src")) - set(PARTS))  # parts of extensions
 DECLARES = HEADERS + glob.glob("src/core/extension.h")
@@ -225,7 +226,7 @@ def scripts():
 
 
 def check_columns():
-    sources = HEADERS + PARTS + PLAN + BACKENDS + glob.glob("tests/*.[ch]")
+    sources = HEADERS + [LIBTORCH] + PARTS + PLAN + BACKENDS + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     sources += list(scripts()) + glob.glob("tests/tools/*.py")
@@ -329,7 +330,7 @@ def check_commands():
 
 def sources_and(endings):
     """The sources of the library, and the files of FOLDERS with these endings."""
-    return HEADERS + PARTS + PLAN + BACKENDS + [
+    return HEADERS + [LIBTORCH] + PARTS + PLAN + BACKENDS + [
         os.path.join(where, name) for folder in FOLDERS for where, _, names in os.walk(folder)
         for name in names if re.search(rf"\.({endings})$", name)]
 

@@ -122,13 +122,14 @@ static void same_grads(lab_rank *r, fsdp_unit *unit, const nn::Module &plain, do
         }
         snprintf(w_case, sizeof w_case, "%s of %s", v.name, v.unit_name);
         const Tensor want = p.value().grad();
-        W_CHECK(!v.shard_grad == !want.defined(), "a gradient: %d, expected %d", v.shard_grad != NULL,
-                want.defined());
+        W_CHECK(!v.shard_grad == !want.defined(), "a gradient: %d, expected %d",
+                v.shard_grad != NULL, want.defined());
         if (!want.defined()) continue;
         Tensor got = torch::empty(want.sizes(), fsdp_torch::detail::type_of(v.grad_dtype));
         CALL(r->w, fsdp_param_full_grad(unit, i, got.data_ptr()));
         const double scale = want.abs().max().item<double>() + 1e-30;
-        const double off = (got.to(torch::kDouble) - want.to(torch::kDouble)).abs().max().item<double>();
+        const double off =
+            (got.to(torch::kDouble) - want.to(torch::kDouble)).abs().max().item<double>();
         W_CHECK(off <= most * scale, "gradients differ by %g (relative)", off / scale);
     }
 }
@@ -150,10 +151,16 @@ typedef struct how {
     const char *name;
     int world, recompute;
 } how;
-static const how hows[] = {{"W=1", 1, 0},           {"W=2", 2, 0},           {"W=3", 3, 0},
-                           {"W=4", 4, 0},           {"W=1 checkpoint", 1, 1}, {"W=2 checkpoint", 2, 1},
-                           {"W=3 checkpoint", 3, 1}, {"W=4 checkpoint", 4, 1}};
-static const how few[] = {{"W=1", 1, 0}, {"W=3", 3, 0}, {"W=1 checkpoint", 1, 1}, {"W=3 checkpoint", 3, 1}};
+static const how hows[] = {{"W=1", 1, 0},
+                           {"W=2", 2, 0},
+                           {"W=3", 3, 0},
+                           {"W=4", 4, 0},
+                           {"W=1 checkpoint", 1, 1},
+                           {"W=2 checkpoint", 2, 1},
+                           {"W=3 checkpoint", 3, 1},
+                           {"W=4 checkpoint", 4, 1}};
+static const how few[] = {
+    {"W=1", 1, 0}, {"W=3", 3, 0}, {"W=1 checkpoint", 1, 1}, {"W=3 checkpoint", 3, 1}};
 static const lab_how processes = {NULL, 1, 0, 0, 0, NULL, NULL};
 static void run(const how *row, void (*body)(lab_rank *)) {
     lab_run(row->world, &processes, body, (void *)(uintptr_t)row);
@@ -186,29 +193,30 @@ static void train_body(lab_rank *r) {
         const Tensor tokens = torch::randint(V, {all, T + 1});
         plain_opt.zero_grad();
         auto &p = plain;
-        const Tensor want = plain->loss(tokens, [&](size_t l, Tensor x) {
-            return p->h[l]->as<Layer>()->forward(x);
-        });
+        const Tensor want = plain->loss(
+            tokens, [&](size_t l, Tensor x) { return p->h[l]->as<Layer>()->forward(x); });
         want.backward();
         plain_opt.step();
         auto &g = gpt;
-        const Tensor loss = fsdp_torch::forward(root, [&](Tensor t) {
-            return g->loss(t, [&](size_t l, Tensor x) {
-                auto layer = [&g, l](Tensor y) { return g->h[l]->as<Layer>()->forward(y); };
-                return run_layer(r, h[l], layer, x);
-            });
-        }, tokens.slice(0, r->rank * mine, (r->rank + 1) * mine));
+        const Tensor loss = fsdp_torch::forward(
+            root,
+            [&](Tensor t) {
+                return g->loss(t, [&](size_t l, Tensor x) {
+                    auto layer = [&g, l](Tensor y) { return g->h[l]->as<Layer>()->forward(y); };
+                    return run_layer(r, h[l], layer, x);
+                });
+            },
+            tokens.slice(0, r->rank * mine, (r->rank + 1) * mine));
         fsdp_torch::backward(m, loss);
         CALL(r->w, fsdp_adamw_step(opt, 1e-3));
         CALL(r->w, fsdp_zero_grad(m));
         double sum = loss.item<double>();
         CALL(r->w, fsdp_all_reduce(r->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
-        CHECK_MSG(fabs(sum / r->size / want.item<double>() - 1) < 1e-6, "step %d: loss %.9g, plain %.9g",
-                  step, sum / r->size, want.item<double>());
+        CHECK_MSG(fabs(sum / r->size / want.item<double>() - 1) < 1e-6,
+                  "step %d: loss %.9g, plain %.9g", step, sum / r->size, want.item<double>());
     }
 }
 TEST_P(torch, losses, hows) { run(row, train_body); }
-
 
 // Runs one step of three units, the first of which has parameters that no layer uses, and one that
 // is used twice. The gradients must be those of plain LibTorch with all batches.
@@ -219,7 +227,8 @@ typedef struct nets {
     explicit nets(fsdp_model *m, fsdp_unit_desc desc = FSDP_ZERO) {
         units.push_back(fsdp_torch::fully_shard(m, *first.second, "first", desc));
         for (size_t i = 0; i < 2; i++)
-            units.push_back(fsdp_torch::fully_shard(m, *blocks[i].second, "h." + std::to_string(i), desc));
+            units.push_back(
+                fsdp_torch::fully_shard(m, *blocks[i].second, "h." + std::to_string(i), desc));
     }
     Tensor plain(Tensor x) {
         return blocks[0].first(blocks[1].first(blocks[0].first(first.first(x)))).pow(2).mean();
@@ -251,7 +260,8 @@ static void microbatches_body(lab_rank *r) {
                 all.backward();
                 CALL(r->w, fsdp_set_requires_gradient_sync(m, NULL, !late || micro == 1));
                 // Without a gradient of the input finalize ends the first unit's backward.
-                fsdp_torch::backward(m, n.sharded(r, batch(r->rank, micro).requires_grad_(micro == 1)));
+                fsdp_torch::backward(
+                    m, n.sharded(r, batch(r->rank, micro).requires_grad_(micro == 1)));
             }
             n.same(r);
             CALL(r->w, fsdp_zero_grad(m));
@@ -262,9 +272,15 @@ static void microbatches_body(lab_rank *r) {
 TEST_P(torch, microbatches, few) { run(row, microbatches_body); }
 
 // Every way to keep gathered parameters, with worker threads, and with a plan.
-static const struct { const char *name; int reshard, keep, lanes, plan; } ways[] = {
-    {"never", FSDP_RESHARD_NEVER, 0, 0, 0}, {"n=2", 2, 0, 0, 0}, {"after backward", 0, 1, 0, 0},
-    {"threads", 0, 0, 2, 0}, {"plan", 0, 0, 0, 1}, {"plan never", FSDP_RESHARD_NEVER, 0, 0, 1}};
+static const struct {
+    const char *name;
+    int reshard, keep, lanes, plan;
+} ways[] = {{"never", FSDP_RESHARD_NEVER, 0, 0, 0},
+            {"n=2", 2, 0, 0, 0},
+            {"after backward", 0, 1, 0, 0},
+            {"threads", 0, 0, 2, 0},
+            {"plan", 0, 0, 0, 1},
+            {"plan never", FSDP_RESHARD_NEVER, 0, 0, 1}};
 static void ways_body(lab_rank *r) {
     const int w = *(int *)r->arg;
     how there = {"", 2, 0};
@@ -339,7 +355,8 @@ static void optim_body(lab_rank *r) {
                 sum = sum + wide.first(plain.first(batch(k, step))).pow(2).mean() / r->size;
             sum.backward();
             theirs->step();
-            Tensor x = run_layer(r, b, wide.second, run_layer(r, a, plain.second, batch(r->rank, step)));
+            Tensor x = run_layer(r, b, wide.second,
+                                 run_layer(r, a, plain.second, batch(r->rank, step)));
             fsdp_torch::backward(m, x.pow(2).mean());
             const auto again = fsdp_torch::shards(m);
             for (size_t i = 0; i < mine.size(); i++) {
@@ -389,7 +406,8 @@ static void tied_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
     Tied tied;
     const auto a = fsdp_torch::fully_shard(m, *tied->a, "a");
-    throws([&] { fsdp_torch::fully_shard(m, *tied, "all"); }, {"E555", "in other units", "inner modules first"});
+    throws([&] { fsdp_torch::fully_shard(m, *tied, "all"); },
+           {"E555", "in other units", "inner modules first"});
     Block block;
     tied->register_module("block", block);
     const auto rest = fsdp_torch::fully_shard(m, *tied, "rest"); // without those of a
@@ -401,7 +419,8 @@ struct LoraImpl : nn::Module { // a frozen base in bf16, adapters in f32
     nn::Linear base{nullptr}, down{nullptr}, up{nullptr};
     LoraImpl() {
         base = register_module("base", nn::Linear(13, 13));
-        down = register_module("down", nn::Linear(13, 3)), up = register_module("up", nn::Linear(3, 13));
+        down = register_module("down", nn::Linear(13, 3)),
+        up = register_module("up", nn::Linear(3, 13));
         base->to(torch::kBFloat16);
         for (auto &p : base->parameters()) p.set_requires_grad(false);
     }
@@ -424,7 +443,8 @@ static void lora_body(lab_rank *r) {
     Tensor x = run_layer(r, a, two[0].second, batch(r->rank));
     fsdp_torch::backward(m, run_layer(r, b, two[1].second, x).pow(2).mean());
     for (size_t i = 0; i < 2; i++) same_grads(r, i ? b : a, *two[i].first, 1e-6);
-    for (auto &t : fsdp_torch::shards(m)) CHECK(t.requires_grad() == (t.scalar_type() == torch::kFloat));
+    for (auto &t : fsdp_torch::shards(m))
+        CHECK(t.requires_grad() == (t.scalar_type() == torch::kFloat));
 }
 TEST_P(torch, frozen_base_with_adapters, few) { run(row, lora_body); }
 
@@ -462,7 +482,8 @@ TEST_P(torch, batch_norm, no_recompute) { run(row, norm_body); }
 
 typedef std::tuple<Tensor, std::vector<Tensor>> pieces;
 static pieces split(Block &a, Block &b, Tensor x, std::tuple<Tensor, Tensor> rest, int times) {
-    return {a(x) * times + std::get<0>(rest), {b(x), b(std::get<1>(rest)), std::get<0>(rest).argmax(1)}};
+    return {a(x) * times + std::get<0>(rest),
+            {b(x), b(std::get<1>(rest)), std::get<0>(rest).argmax(1)}};
 }
 static Tensor join(const pieces &p) { // one output stays unused
     return (std::get<0>(p) * std::get<1>(p)[1]).pow(2).mean();
@@ -588,10 +609,12 @@ static void dtypes_body(lab_rank *r) {
     n.first->to(torch::kBFloat16);
     Tensor all = torch::zeros({});
     for (int k = 0; k < r->size; k++)
-        all = all + n.first(batch(k).to(torch::kBFloat16)).to(torch::kFloat).pow(2).mean() / r->size;
+        all = all +
+              n.first(batch(k).to(torch::kBFloat16)).to(torch::kFloat).pow(2).mean() / r->size;
     all.backward();
     const Tensor out = run_layer(r, u, n.second, batch(r->rank)); // casts input and output
-    CHECK(out.scalar_type() == torch::kFloat && n.second->a->weight.scalar_type() == torch::kBFloat16);
+    CHECK(out.scalar_type() == torch::kFloat &&
+          n.second->a->weight.scalar_type() == torch::kBFloat16);
     fsdp_torch::backward(m, out.pow(2).mean());
     same_grads(r, u, *n.first, r->size == 1 ? 0 : 0.02);
 }
@@ -601,7 +624,8 @@ static void cast_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
     auto n = twins<Block>();
     const auto u = fsdp_torch::fully_shard(m, *n.second, "u");
-    throws([&] { n.second->to(torch::kFloat64); }, {"E556", "'a.weight'", "'u'", "fsdp_model_cast"});
+    throws([&] { n.second->to(torch::kFloat64); },
+           {"E556", "'a.weight'", "'u'", "fsdp_model_cast"});
     fsdp_torch::backward(m, run_layer(r, u, n.second, batch(r->rank)).pow(2).mean());
     CALL(r->w, fsdp_zero_grad(m));
     CALL(r->w, fsdp_model_cast(m, FSDP_F64));
@@ -610,16 +634,22 @@ static void cast_body(lab_rank *r) {
     for (int k = 0; k < r->size; k++)
         all = all + n.first(batch(k).to(torch::kFloat64)).pow(2).mean() / r->size;
     all.backward();
-    fsdp_torch::backward(m, run_layer(r, u, n.second, batch(r->rank).to(torch::kFloat64)).pow(2).mean());
+    fsdp_torch::backward(
+        m, run_layer(r, u, n.second, batch(r->rank).to(torch::kFloat64)).pow(2).mean());
     same_grads(r, u, *n.first, 1e-14);
     // A move while the unit is open leaves it with memory of its own.
-    throws([&] {
-        fsdp_torch::forward(u, [&](Tensor x) {
-            n.second->to(torch::kFloat);
-            return x;
-        }, batch(0));
-        fsdp_torch::forward(u, n.second, batch(0));
-    }, {"E555", "'u'", "'scale'", "other memory"});
+    throws(
+        [&] {
+            fsdp_torch::forward(
+                u,
+                [&](Tensor x) {
+                    n.second->to(torch::kFloat);
+                    return x;
+                },
+                batch(0));
+            fsdp_torch::forward(u, n.second, batch(0));
+        },
+        {"E555", "'u'", "'scale'", "other memory"});
 }
 TEST_P(torch, another_dtype_after_sharding, few) { run(row, cast_body); }
 
@@ -628,7 +658,8 @@ TEST_P(torch, another_dtype_after_sharding, few) { run(row, cast_body); }
 static void outside_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
     auto n = twins_of<Block>(2);
-    auto u = fsdp_torch::fully_shard(m, *n[0].second, "h.0"), v = fsdp_torch::fully_shard(m, *n[1].second, "");
+    auto u = fsdp_torch::fully_shard(m, *n[0].second, "h.0"),
+         v = fsdp_torch::fully_shard(m, *n[1].second, "");
     torch::optim::SGD own(n[0].second->parameters(), torch::optim::SGDOptions(1e-2));
     const auto all = {"E556", "parameter '", "of unit 'h.0'", "fsdp_torch::shards"};
     for (int after = 0; after < 3; after++) { // before the first step, after it, after evaluation
@@ -639,7 +670,8 @@ static void outside_body(lab_rank *r) {
         throws([&] { (void)n[0].second->a->weight.sum().item<float>(); }, {"'a.weight'"});
         if (after == 1) { // an optimizer over the module's own parameters
             throws([&] { own.step(); }, {"E556", "fsdp_torch::shards"});
-            throws([&] { nn::utils::clip_grad_norm_(n[0].second->parameters(), 1); }, {"E556", "the gradient of"});
+            throws([&] { nn::utils::clip_grad_norm_(n[0].second->parameters(), 1); },
+                   {"E556", "the gradient of"});
             n[0].second->zero_grad();
         }
         if (after < 2) {
@@ -649,9 +681,12 @@ static void outside_body(lab_rank *r) {
         }
     }
     CALL(r->w, fsdp_zero_grad(m));
-    throws([&] { // one layer's parameters in another one: also a failure of all ranks
-        fsdp_torch::forward(v, [&](Tensor x) { return n[0].second(x); }, batch(0));
-    }, {"unit 'h.0'"});
+    throws(
+        [&] { // one layer's parameters in another one: also a failure of all ranks
+            fsdp_torch::forward(
+                v, [&](Tensor x) { return n[0].second(x); }, batch(0));
+        },
+        {"unit 'h.0'"});
     throws([&] { fsdp_torch::forward(u, n[0].second, batch(0)); }, {"unit 'h.0'", "E401"});
 }
 TEST_P(torch, used_outside_of_its_unit, few) { run(row, outside_body); }
@@ -702,14 +737,20 @@ struct Bomb : torch::autograd::Function<Bomb> {
     }
 };
 enum { IN_FORWARD, IN_BACKWARD, IN_RECOMPUTE, IN_C10 };
-static const struct { const char *name; int where; } bombs[] = {
-    {"forward", IN_FORWARD}, {"backward", IN_BACKWARD}, {"recompute", IN_RECOMPUTE}, {"c10", IN_C10}};
+static const struct {
+    const char *name;
+    int where;
+} bombs[] = {{"forward", IN_FORWARD},
+             {"backward", IN_BACKWARD},
+             {"recompute", IN_RECOMPUTE},
+             {"c10", IN_C10}};
 static void bomb_body(lab_rank *r) {
     const int where = *(int *)r->arg;
     fsdp_model *m = make_model(r);
     auto n = twins_of<Block>(4);
     std::vector<fsdp_torch::Unit> u;
-    for (size_t i = 0; i < 4; i++) u.push_back(fsdp_torch::fully_shard(m, *n[i].second, "h." + std::to_string(i)));
+    for (size_t i = 0; i < 4; i++)
+        u.push_back(fsdp_torch::fully_shard(m, *n[i].second, "h." + std::to_string(i)));
     std::vector<Tensor> values;
     for (auto &t : fsdp_torch::shards(m)) values.push_back(t.detach().clone());
     const auto pass = [&](bool armed) {
@@ -719,19 +760,23 @@ static void bomb_body(lab_rank *r) {
             auto layer = [&, i, runs](Tensor y) mutable {
                 const bool now = armed && i == 3 && r->rank == 1;
                 if (now && where == IN_FORWARD) throw std::runtime_error("a bomb in forward");
-                if (now && where == IN_RECOMPUTE && runs++) throw std::runtime_error("a bomb in recompute");
+                if (now && where == IN_RECOMPUTE && runs++)
+                    throw std::runtime_error("a bomb in recompute");
                 if (now && where == IN_C10) y.view({7, 7});
                 y = n[i].second(y);
                 return now && where == IN_BACKWARD ? Bomb::apply(y) : y;
             };
-            x = where == IN_RECOMPUTE ? fsdp_torch::checkpoint(u[i], layer, x) : fsdp_torch::forward(u[i], layer, x);
+            x = where == IN_RECOMPUTE ? fsdp_torch::checkpoint(u[i], layer, x)
+                                      : fsdp_torch::forward(u[i], layer, x);
         }
         fsdp_torch::backward(m, x.sum());
     };
     pass(false);
     CALL(r->w, fsdp_zero_grad(m));
-    const char *text = where == IN_FORWARD ? "a bomb in forward" : where == IN_BACKWARD ? "a bomb in backward"
-                       : where == IN_C10 ? "shape '[7, 7]' is invalid" : "a bomb in recompute";
+    const char *text = where == IN_FORWARD    ? "a bomb in forward"
+                       : where == IN_BACKWARD ? "a bomb in backward"
+                       : where == IN_C10      ? "shape '[7, 7]' is invalid"
+                                              : "a bomb in recompute";
     throws([&] { pass(true); }, {text});
     CHECK(fsdp_world_status(r->w) == FSDP_ERR_ABORTED);
     CHECK_MSG(strstr(fsdp_last_error(r->w), text) && strstr(fsdp_last_error(r->w), "rank 1"), "%s",
@@ -789,12 +834,16 @@ static void life_body(lab_rank *r) {
             loss = fsdp_torch::checkpoint(dropped, layer, batch(0)).sum();
         }
         fsdp_torch::backward(m, loss);
-        fsdp_torch::forward(kept, [&](Tensor x) { // destroyed while it is open
-            fsdp_model_destroy(m);
-            throws([&] { n[0].second(x); }, {"E556", "'kept'"});
-            throws([&] { fsdp_torch::forward(kept, n[0].second, x); }, {"E555", "'kept'", "model has ended"});
-            return x.detach();
-        }, batch(0));
+        fsdp_torch::forward(
+            kept,
+            [&](Tensor x) { // destroyed while it is open
+                fsdp_model_destroy(m);
+                throws([&] { n[0].second(x); }, {"E556", "'kept'"});
+                throws([&] { fsdp_torch::forward(kept, n[0].second, x); },
+                       {"E555", "'kept'", "model has ended"});
+                return x.detach();
+            },
+            batch(0));
     }
 }
 static void life_caught(lab_rank *r) { // post_forward of a model that has ended
@@ -814,7 +863,8 @@ static void build_body(lab_rank *r) {
         units.push_back(fsdp_torch::fully_shard(m, *layers.back(), "h." + std::to_string(i)));
         for (auto &p : layers.back()->parameters()) {
             throws([&] { (void)p.data_ptr(); }, {"E556"});
-            CHECK(p.storage().use_count() > 0 && !p.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+            CHECK(p.storage().use_count() > 0 &&
+                  !p.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
         }
         live[i] = r->heap->live_bytes;
     }
