@@ -805,7 +805,7 @@ typedef struct fsdp_param_desc {
     const char *name;             // NULL: "p0", "p1", ... Copied
     void *user;                   // yours: views have it
     fsdp_dtype dtype;             // the shard's: one for all trainables of a unit. KEEP: f32
-    int32_t ndim;                 // 1..FSDP_MAX_DIMS
+    int32_t ndim;                 // 0..FSDP_MAX_DIMS; 0: a scalar, kept as a vector of one
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
     int32_t frozen;               // 1: requires no gradient (see fsdp_set_requires_grad)
@@ -849,8 +849,8 @@ typedef struct fsdp_unit_desc {
 /* fsdp_fully_shard - add a unit: parameters that are gathered together and reduced together
    unit        the model owns it
    Result      FSDP_OK; INVALID_ARG (the text names the parameter and the field, for example a
-               scalar, a negative size, an integer parameter that requires a gradient, or one that
-               another unit replicates), UNSUPPORTED, INVALID_STATE (the model is committed),
+               negative size, an integer parameter that requires a gradient, or one that another
+               unit replicates), UNSUPPORTED, INVALID_STATE (the model is committed),
                OUT_OF_MEMORY. After a failure the model is as before
    Collective  yes: every rank of the mesh, same desc, same order. The first collective checks it
    Blocks      only to make groups for the first reshard_after_forward = n
@@ -1210,7 +1210,9 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard
                                    group; a later one reduces them over the replicas. With one
                                    shard: as without sync. Without replicas: no effect
-   fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
+   fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER, or the n that all of these units
+                                   were made with. fsdp_unit_desc_get tells a unit's present one:
+                                   for generation keep each, set NEVER, and set each again
    fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
    fsdp_set_unshard_in_backward    0: pre_backward does not gather; backward needs no parameters
    fsdp_set_gradient_divide_factor from the next post_backward on gradients are sums divided by
@@ -1339,12 +1341,11 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 
 /* fsdp_set_unit_callback - call fn when the unit's parameters become readable, and before they
      cease to be, for an autograd that keeps pointers to them
-   fn          readable 1: fsdp_data works, also in fn; on a device, for work on the caller's stream.
+   fn          readable 1: fsdp_data works, also in fn; on a device for work on your stream.
                readable 0: the pointers are stale when fn has returned, whatever ends them: post_*,
-               finalize, reset, reshard, a cast, a failure of the world, destroy. fn must call
-               nothing but getters. The calling thread calls it, with a plan too. NULL: none.
-               If the parameters are readable now, a new fn is called at once, and an old one before
-               it
+               finalize, reset, reshard, freezing, a cast, a failure of the world, destroy. fn must
+               call nothing but getters. The calling thread calls it, also with a plan. NULL: none.
+               If the parameters are readable now, the old fn gets 0 and the new one 1
    Result      FSDP_OK; INVALID_ARG (unit is NULL), the failure of the world
    Collective  no      Allocates no
    Source      torch: FSDPParam.unsafe_setattr_param, which does this for a module in Python */

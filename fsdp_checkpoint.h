@@ -295,11 +295,14 @@ FSDP_API void fsdp_checkpoint_close(fsdp_checkpoint_reader *reader);
 
 /* fsdp_checkpoint_contents_of - what there is
    fsdp_checkpoint_tensor_at   - a tensor: 0 .. num_tensors - 1, by the bytes of their names
+   fsdp_checkpoint_tensor_find - the index of a tensor. -1: there is none, or NULL
    Result      FSDP_OK; INVALID_ARG (NULL, no such tensor) */
 FSDP_API fsdp_status fsdp_checkpoint_contents_of(const fsdp_checkpoint_reader *reader,
                                                  fsdp_checkpoint_contents *out);
 FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *reader, int64_t index,
                                                fsdp_checkpoint_tensor *out);
+FSDP_API int64_t fsdp_checkpoint_tensor_find(const fsdp_checkpoint_reader *reader,
+                                             const char *name);
 
 /* fsdp_checkpoint_read - a box of a tensor, row-major; checksums of the blocks that it touches are
                checked

@@ -81,7 +81,8 @@ static fsdp_status fsdpi_ck_want_source(fsdpi_ck_load *l, const fsdpi_ck_tensor 
     memcpy(whole, there, sizeof whole);
     if (s->transpose && e->ndim == 2) whole[0] = there[1], whole[1] = there[0];
     int64_t rows = s->rows ? s->rows : whole[0] - s->first;
-    int same = e->ndim + scalar == x->ndim && (!s->transpose || x->ndim == 2) && s->first >= 0 && rows >= 0;
+    int same = e->ndim + scalar == x->ndim && (!s->transpose || x->ndim == 2) && s->first >= 0 &&
+               rows >= 0;
     for (int d = 0; d < x->ndim && same; d++)
         same = d ? whole[d] == x->whole[d]
                  : rows <= whole[0] - s->first && rows <= x->whole[0] - *row &&

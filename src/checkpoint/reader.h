@@ -176,6 +176,18 @@ FSDP_API fsdp_status fsdp_checkpoint_tensor_at(const fsdp_checkpoint_reader *r, 
     return FSDP_OK;
 }
 
+FSDP_API int64_t fsdp_checkpoint_tensor_find(const fsdp_checkpoint_reader *r, const char *name) {
+    int64_t low = 0, end = r && name ? r->num_tensors : 0;
+    while (low < end) {
+        const int64_t middle = low + (end - low) / 2;
+        const int order = strcmp(fsdpi_ck_entry_of(r, middle)->name, name);
+        if (!order) return middle;
+        if (order < 0) low = middle + 1;
+        else end = middle;
+    }
+    return -1;
+}
+
 // Fails if the library cannot read the tensor: too many dims, or elements of another size.
 static fsdp_status fsdpi_ck_readable(fsdp_checkpoint_reader *r, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(r, index);

@@ -213,8 +213,8 @@ static void fsdpi_early_free(fsdp_unit *u) {
 }
 
 // Copies shards and reduced gradients from the blocks of the previous layout, if there is one, and
-// frees these blocks. Before the first layout a shard that was loaded has a buffer of its own. It is
-// freed unit by unit: a large one exists twice only while its unit moves.
+// frees these blocks. A shard that was loaded before the first layout has its own buffer, which is
+// freed unit by unit: so only one unit's shards exist twice.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {

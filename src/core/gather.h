@@ -11,6 +11,7 @@
 #ifndef FSDPI_CORE_GATHER_H
 #define FSDPI_CORE_GATHER_H
 
+#include "../base/macros.h"
 #include "error.h"
 #include "objects.h"
 #include "ops.h"

@@ -13,6 +13,7 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
+#include "gather.h"
 #include "mesh.h"
 #include "objects.h"
 #include "run.h"

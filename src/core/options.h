@@ -18,6 +18,7 @@
 #include "../base/macros.h"
 #include "objects.h"
 #include "../base/os.h"
+#include "gather.h"
 #include "grad_path.h"
 #include "run.h"
 #include "step.h"
@@ -110,12 +111,14 @@ FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fs
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
     int i = 0, end = 0;
     fsdp_status status = fsdpi_setter_begin(model, unit, "set_reshard_after_forward", &i, &end);
-    if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdpi_invalid_arg(
-            model->world,
-            "[E162] set_reshard_after_forward: mode is %d, expected "
-            "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
-            mode);
+    int fits = mode == FSDP_RESHARD_ALWAYS || mode == FSDP_RESHARD_NEVER;
+    for (int k = i; !status && !fits && k < end; k++)
+        if (model->units[k]->desc.slices != mode || !mode)
+            return fsdpi_invalid_arg(
+                model->world,
+                "[E162] set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS, "
+                "FSDP_RESHARD_NEVER or the n of fsdp_unit_desc, which unit '%s' was not made with",
+                mode, model->units[k]->desc.name);
     for (; !status && i < end; i++) {
         model->units[i]->options.reshard_after_forward = mode;
         fsdpi_option_changed(model->units[i]);

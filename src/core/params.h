@@ -13,6 +13,7 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
+#include "flight.h"
 #include "layout.h"
 #include "objects.h"
 #include "ops.h"

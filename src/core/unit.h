@@ -57,10 +57,11 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0 && d->shape[0] != 0)
-        return fsdpi_invalid_arg(w,
-                                 "[E140] unit '%s', parameter '%s': ndim is 0 and shape[0] is %lld: "
-                                 "set ndim, or leave shape zero for a scalar",
-                                 unit, name, (long long)d->shape[0]);
+        return fsdpi_invalid_arg(
+            w,
+            "[E140] unit '%s', parameter '%s': ndim is 0 and shape[0] is %lld: set ndim, or leave "
+            "shape zero for a scalar",
+            unit, name, (long long)d->shape[0]);
     if (d->ndim == 0) d->ndim = 1, d->shape[0] = 1; // a scalar is a vector of one element
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
         return fsdpi_invalid_arg(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 0..%d",
@@ -441,7 +442,7 @@ FSDP_API FSDP_COLD fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_un
     if (model->num_commits > 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E207] fully_shard: the model is committed: add units before the first "
-                         "hook, init or load");
+                         "hook or init");
     if (d.num_params < 1 || !d.params)
         return fsdpi_invalid_arg(
             w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",

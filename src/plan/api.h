@@ -12,6 +12,9 @@
 #ifndef FSDPI_PLAN_API_H
 #define FSDPI_PLAN_API_H
 
+#include "../base/macros.h"
+#include "../core/gather.h"
+#include "../core/objects.h"
 #include "../core/step.h"
 #include "listing.h"
 #include "make.h"

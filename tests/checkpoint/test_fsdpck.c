@@ -110,10 +110,19 @@ static fsdp_checkpoint_reader *open_it(const char *path) {
 }
 static int64_t index_of(const fsdp_checkpoint_reader *r, const char *name) {
     fsdp_checkpoint_tensor t;
-    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++)
-        if (!strcmp(t.name, name)) return i;
-    CHECK_MSG(0, "no tensor %s", name);
-    return -1;
+    const int64_t index = fsdp_checkpoint_tensor_find(r, name);
+    CHECK_MSG(index >= 0, "no tensor %s", name);
+    for (int64_t i = 0; !fsdp_checkpoint_tensor_at(r, i, &t); i++) {
+        CHECK_EQ_INT(fsdp_checkpoint_tensor_find(r, t.name), i);
+        char other[600];
+        snprintf(other, sizeof other, "%s.", t.name); /* its neighbour in the order */
+        CHECK_EQ_INT(fsdp_checkpoint_tensor_find(r, other), -1);
+    }
+    CHECK_EQ_INT(fsdp_checkpoint_tensor_find(r, ""), -1);
+    CHECK_EQ_INT(fsdp_checkpoint_tensor_find(r, "\xff"), -1);
+    CHECK_EQ_INT(fsdp_checkpoint_tensor_find(r, NULL), -1);
+    CHECK_EQ_INT(fsdp_checkpoint_tensor_find(NULL, name), -1);
+    return index;
 }
 
 /* Checks the full tensor, and each box of some of its elements. */

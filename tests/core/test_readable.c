@@ -1,5 +1,5 @@
-/* test_readable.c - what an autograd needs that keeps pointers: the callback of a unit, loads of a
-   unit before the model's first layout, parameters without dimensions
+/* test_readable.c - when parameters can be read: the callback of a unit, reshard modes that are set
+   for a while; loads of a unit before the model's first layout, parameters without dimensions
 
    test_model.c and plan.h check the callback after every call of random programs. Here are the
    ways in which parameters cease to be readable, by name, and the values.
@@ -163,6 +163,42 @@ static void failure(lab_rank *r) {
 TEST(unit_callback, failure, NO(NCCL)) {
     for (int call = 0; call < 4; call++) lab_run(2, NULL, failure, &call);
 }
+
+/* Reshard modes are kept, NEVER is set for a while, as in a generation, and each is set again. A
+   mode n is for units that were made with it. */
+static void modes_again(lab_rank *r) {
+    static const int modes[] = {FSDP_RESHARD_ALWAYS, 2, FSDP_RESHARD_NEVER};
+    static const fsdp_storage_state after[] = {
+        FSDP_STORAGE_SHARDED, FSDP_STORAGE_SHARDED_POST_FORWARD, FSDP_STORAGE_UNSHARDED};
+    fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *unit[3];
+    fsdp_unit_desc kept[3];
+    for (int u = 0; u < 3; u++) {
+        fsdp_unit_desc like = FSDP_ZERO;
+        like.reshard_after_forward = modes[u];
+        unit[u] = lab_unit(r->w, m, &like, &p, 1);
+        CALL(r->w, fsdp_unit_desc_get(unit[u], &kept[u]));
+        CHECK_EQ_INT(kept[u].reshard_after_forward, modes[u]);
+    }
+    for (int pass = 0; pass < 3; pass++) {
+        if (pass == 1) CALL(r->w, fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_NEVER));
+        for (int u = 0; u < 3 && pass == 2; u++)
+            CALL(r->w, fsdp_set_reshard_after_forward(m, unit[u], kept[u].reshard_after_forward));
+        for (int u = 0; u < 3; u++) {
+            lab_forward(r->w, unit[u]);
+            CHECK_EQ_INT(fsdp_unit_storage(unit[u]),
+                         pass == 1 ? FSDP_STORAGE_UNSHARDED : after[u]);
+            CALL(r->w, fsdp_reshard(unit[u]));
+        }
+    }
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, NULL, 2), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, unit[1], 4), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_reshard_after_forward(m, unit[0], 2), FSDP_ERR_INVALID_ARG);
+    lab_forward(r->w, unit[0]); /* the refused call has changed none */
+    CHECK_EQ_INT(fsdp_unit_storage(unit[0]), FSDP_STORAGE_SHARDED);
+}
+TEST(reshard_modes, kept_and_set_again) { lab_run(RANKS, NULL, modes_again, NULL); }
 
 /* ---- loads before the first layout ----------------------------------------------------------- */
 
