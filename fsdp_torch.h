@@ -3,21 +3,21 @@
    The header is C++17, or what your LibTorch asks for, and needs LibTorch 2.6 or newer. Link the
    program with the library in C (fsdp::lib, or a file with FSDP_IMPLEMENTATION).
 
-       auto block = fsdp_torch::fully_shard(model, *layer, "h.0");  // any torch::nn::Module
-       x = fsdp_torch::forward(block, layer, x);        // or a lambda, and several inputs and outputs
-       x = fsdp_torch::checkpoint(block, layer, x);     // the same; backward runs the layer again
-       fsdp_torch::backward(model, loss);               // instead of loss.backward()
+       auto block = fsdp_torch::fully_shard(model, *layer, "h.0"); // any torch::nn::Module
+       x = fsdp_torch::forward(block, layer, x);    // or a lambda; several inputs and outputs
+       x = fsdp_torch::checkpoint(block, layer, x); // as forward; backward runs the layer again
+       fsdp_torch::backward(model, loss);           // instead of loss.backward()
        for (torch::Tensor &p : fsdp_torch::shards(model)) ... // this rank's rows, and p.grad()
 
    docs/from-libtorch.md has a program before and after.
 
 HOW IT WORKS
-   Parameters stay leaves of autograd, but their storage owns no memory. While the unit is gathered
-   it points at fsdp_data, otherwise at nothing, and then a use of the parameter throws. Tensors that
-   autograd has saved share this storage: after the gather of the backward they are valid again,
-   wherever the slot is then. Identity functions before and after a layer call fsdp_post_backward and
-   fsdp_pre_backward. A hook of each parameter gives it the memory of fsdp_grad just before autograd
-   adds a gradient: a parameter is used if autograd reaches it.
+   Parameters stay leaves of autograd, but their storage owns no memory. While the unit is gathered,
+   it points at fsdp_data, otherwise at nothing, and then a use of the parameter throws. Tensors
+   that autograd has saved share this storage: after the gather of the backward they are valid
+   again, wherever the slot is then. Identity functions before and after a layer call
+   fsdp_post_backward and fsdp_pre_backward. A hook of each parameter gives it the memory of
+   fsdp_grad just before autograd adds a gradient: a parameter is used if autograd reaches it.
 
    Autograd runs the nodes of a backward in the reverse order of their creation, one at a time for
    each device: so all gradients of a layer are there when the function before it runs. On GPUs it
@@ -69,12 +69,17 @@ namespace detail {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-[[noreturn]] FSDP_PRINTF(1, 2) inline void refuse(const char *format, ...) {
-    char text[1024];
+inline const char *label_of(const std::string &unit) {
+    return unit.empty() ? "(root)" : unit.c_str();
+}
+[[noreturn]] FSDP_PRINTF(2, 3) inline void refuse(const std::string &unit, const char *format,
+                                                  ...) {
+    char why[512], text[1024];
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    vsnprintf(why, sizeof why, format, args);
     va_end(args);
+    snprintf(text, sizeof text, "[E555] unit '%s': %s", label_of(unit), why);
     throw error(text);
 }
 inline void check(const fsdp_world *world, fsdp_status status) {
@@ -142,6 +147,7 @@ struct Param {
     std::string name;
     Tensor value, grad; // value: the module's
     Window memory, grad_memory;
+    bool trainable;
     bool reached; // this backward has given it the memory of its gradient
 };
 
@@ -178,7 +184,7 @@ struct State : torch::CustomClassHolder {
         : model(m), world(fsdp_model_world(m)), name(std::move(n)) {}
 
     void call(fsdp_status (*hook)(fsdp_unit *)) {
-        if (!unit) refuse("[E555] unit '%s': its model has ended", name.c_str());
+        if (!unit) refuse(name, "its model has ended");
         check(world, hook(unit));
     }
     // Gives the tensors of parameter i memory of the library instead of their own.
@@ -195,21 +201,24 @@ struct State : torch::CustomClassHolder {
         for (size_t i = 0; unit && i < params.size(); i++) {
             Param &p = params[i];
             if (p.value.storage().unsafeGetStorageImpl() != p.memory.storage.unsafeGetStorageImpl())
-                refuse(
-                    "[E555] unit '%s': parameter '%s' has got other memory: do not move a module "
-                    "or give a parameter other data while its unit is open",
-                    name.c_str(), p.name.c_str());
+                refuse(name,
+                       "parameter '%s' has got other memory: do not move a module "
+                       "or give a parameter other data while its unit is open",
+                       p.name.c_str());
+            if (p.value.requires_grad() != p.trainable)
+                refuse(name,
+                       "requires_grad of parameter '%s' has changed: set it before "
+                       "fully_shard",
+                       p.name.c_str());
             if (type_of(fsdp_data_dtype(unit, int(i))) != p.value.scalar_type()) bind(i); // cast
-            used_trainable |= p.value.requires_grad();
+            used_trainable |= p.trainable;
         }
         call(fsdp_pre_forward);
     }
     void pre_backward() {
         if (at::GradMode::is_enabled())
-            refuse(
-                "[E555] unit '%s': backward with create_graph needs gradients of gradients, which "
-                "the library does not have",
-                name.c_str());
+            refuse(name, "backward with create_graph needs gradients of gradients, which "
+                         "the library does not have");
         follow_stream();
         close_grads();
         call(fsdp_pre_backward);
@@ -474,7 +483,6 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
     using namespace detail;
     Modules &modules = Modules::of(model);
     auto s = c10::make_intrusive<State>(model, name);
-    const char *const label = name.empty() ? "(root)" : name.c_str();
     const bool gpu = fsdp_model_run_mode(model) == FSDP_RUN_STREAMS;
     std::unordered_set<c10::TensorImpl *> seen;
     std::unordered_set<c10::StorageImpl *> memory;
@@ -493,29 +501,32 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
                 ? "shares its memory with another parameter: register one tensor twice"
             : p.dim() > FSDP_MAX_DIMS ? "has too many dims"
                                       : nullptr;
-        if (why) refuse("[E555] unit '%s': parameter '%s' %s", label, named.key().c_str(), why);
-        s->params.push_back({named.key(), p, {}, {}, {}, false});
+        if (why) refuse(name, "parameter '%s' %s", named.key().c_str(), why);
+        s->params.push_back({named.key(), p, {}, {}, {}, p.requires_grad(), false});
     }
     if (s->params.empty())
-        refuse("[E555] unit '%s': its module has no parameters, or all of them are in other units: "
-               "shard inner modules first",
-               label);
+        refuse(name, "its module has no parameters, or all of them are in other units: "
+                     "shard inner modules first");
     std::vector<fsdp_param_desc> params;
     for (Param &p : s->params) {
         fsdp_param_desc d = FSDP_ZERO;
         d.name = p.name.c_str();
         d.dtype = dtype_of(p.value.scalar_type());
-        d.frozen = !p.value.requires_grad();
+        d.frozen = !p.trainable;
         d.ndim = int(p.value.dim());
         for (int k = 0; k < d.ndim; k++) d.shape[k] = p.value.size(k);
         params.push_back(d);
-        for (Window *w : {&p.memory, &p.grad_memory})
-            w->text =
-                std::string("[E556] ") + (w == &p.memory ? "" : "the gradient of ") +
-                "parameter '" + p.name + "' of unit '" + label +
-                "' has memory only inside forward, checkpoint and backward of its unit. "
-                "fsdp_torch::shards has this rank's rows, also for optimizers; fsdp_param_full "
-                "gathers it; fsdp_checkpoint_save saves it; fsdp_model_cast changes its dtype";
+        for (Window *w : {&p.memory, &p.grad_memory}) {
+            char text[1024];
+            snprintf(
+                text, sizeof text,
+                "[E556] %sparameter '%s' of unit '%s' has memory only inside forward, "
+                "checkpoint and backward of its unit. fsdp_torch::shards has this rank's rows, "
+                "also for optimizers; fsdp_param_full gathers it; fsdp_checkpoint_save saves "
+                "it; fsdp_model_cast changes its dtype",
+                w == &p.memory ? "" : "the gradient of ", p.name.c_str(), label_of(name));
+            w->text = text;
+        }
     }
     desc.name = name.c_str();
     desc.params = params.data();
@@ -533,7 +544,7 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
         const Tensor &p = s->params[i].value;
         modules.taken.insert(p.unsafeGetTensorImpl());
         s->bind(i);
-        if (!p.requires_grad()) continue;
+        if (!s->params[i].trainable) continue;
         p.register_hook([weak = c10::weak_intrusive_ptr<State>(s), i](const Tensor &) {
             if (const Ref there = weak.lock()) there->reach(i);
         });
@@ -568,7 +579,7 @@ template <class F, class... In> auto forward(const Unit &unit, F &&f, In... in) 
         cast(*s, outputs, fsdp_cast_forward_output);
         return out;
     } catch (...) {
-        abandon(s->world, "unit '" + s->name + "', forward");
+        abandon(s->world, "unit '" + std::string(label_of(s->name)) + "', forward");
     }
 }
 
@@ -622,7 +633,7 @@ template <class F, class... In> auto checkpoint(const Unit &unit, F f, In... in)
         cast(*s, outputs, fsdp_cast_forward_output);
         return std::move(*first);
     } catch (...) {
-        abandon(s->world, "unit '" + s->name + "', forward");
+        abandon(s->world, "unit '" + std::string(label_of(s->name)) + "', forward");
     }
 }
 
@@ -643,12 +654,12 @@ inline void backward(fsdp_model *model, const Tensor &loss, const Tensor &gradie
     detail::check(world, fsdp_finalize_backward(model));
 }
 
-/* shards - this rank's rows of each parameter, in the order of fsdp_next_param, as leaves; grad() is
-   the gradient of the last fsdp_finalize_backward, undefined if there is none
-   Note        the same tensors in each call, so that torch::optim may keep them. Call it before each
-               step of an optimizer: it waits until nothing reads the shards, and renews grad().
-               After the step call fsdp_params_changed and fsdp_zero_grad. Frozen ones are included,
-               without requires_grad
+/* shards - this rank's rows of each parameter, in the order of fsdp_next_param, as leaves; grad()
+   is the gradient of the last fsdp_finalize_backward, undefined if there is none
+   Note        the same tensors in each call, so that torch::optim may keep them. Call it before
+               each step of an optimizer: it waits until nothing reads the shards, and renews
+               grad(). After the step call fsdp_params_changed and fsdp_zero_grad. Frozen ones are
+               included, without requires_grad
    Throws      error: failures of fsdp_model_commit and fsdp_params_writable
    Collective  as fsdp_params_writable      Source torch: FSDPModule.parameters */
 inline std::vector<Tensor> shards(fsdp_model *model) {

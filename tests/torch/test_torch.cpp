@@ -851,6 +851,38 @@ static void life_caught(lab_rank *r) { // post_forward of a model that has ended
 }
 TEST_P(torch, model_ends_before_its_modules, no_recompute) { run(row, life_caught); }
 
+static void thaw_body(lab_rank *r) {
+    fsdp_model *m = make_model(r);
+    auto n = twins<Block>();
+    const auto u = fsdp_torch::fully_shard(m, *n.second, "u");
+    n.second->scale.set_requires_grad(false);
+    throws([&] { fsdp_torch::forward(u, n.second, batch(0)); },
+           {"E555", "'scale'", "requires_grad"});
+    n.second->scale.set_requires_grad(true);
+    fsdp_torch::backward(m, fsdp_torch::forward(u, n.second, batch(0)).sum());
+}
+TEST_P(torch, frozen_after_sharding, no_recompute) { run(row, thaw_body); }
+
+// A checkpoint of layers without trainable parameters and inputs needs no backward; one with a
+// trainable unit inside does.
+static void frozen_body(lab_rank *r) {
+    fsdp_model *m = make_model(r);
+    auto n = twins_of<Block>(2);
+    for (auto &p : n[0].second->parameters()) p.set_requires_grad(false);
+    const auto a = fsdp_torch::fully_shard(m, *n[0].second, "a"),
+               b = fsdp_torch::fully_shard(m, *n[1].second, "b");
+    CHECK(!fsdp_torch::checkpoint(a, n[0].second, batch(0)).requires_grad());
+    CHECK(!fsdp_torch::forward(a, n[0].second, batch(0)).requires_grad());
+    const auto both = [&](Tensor x) { return fsdp_torch::forward(b, n[1].second, n[0].second(x)); };
+    Tensor all = torch::zeros({});
+    for (int k = 0; k < r->size; k++)
+        all = all + n[1].first(n[0].first(batch(k))).pow(2).mean() / r->size;
+    all.backward();
+    fsdp_torch::backward(m, fsdp_torch::checkpoint(a, both, batch(r->rank)).pow(2).mean());
+    same_grads(r, b, *n[1].first);
+}
+TEST_P(torch, frozen_layers, no_recompute) { run(row, frozen_body); }
+
 // A model is built layer by layer: each unit's values are in its shards before the next one exists.
 static void build_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
