@@ -229,7 +229,7 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             if (!from) continue;
             early |= p->early != NULL;
             status = fsdpi_move_one(u, p, from, p->old_dtype, flat->shard, p->dtype);
-            if (!status && old->old_grad && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
+            if (!status && (*fsdpi_use(u, k) & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
                                         flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }

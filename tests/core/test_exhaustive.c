@@ -28,6 +28,7 @@ typedef struct {
     fsdp_memory predicted;
     int64_t fill_bytes, ordinal, row; // of the next block
     fsdp_dtype gathered[B_PARAMS];
+    const void *readable; /* address that the unit's callback has got; NULL: none now */
 } rank_state;
 
 /* ---- failures -------------------------------------------------------------------------------- */
@@ -81,6 +82,12 @@ static void choose_mesh(rank_state *x, const fsdp_mesh **mesh, fsdp_mesh_info *i
                               kind == FSDP_MESH_INFO_FSDP ? -1 : 1, info));
 }
 
+static void called_back(fsdp_unit *u, int readable, void *user) {
+    rank_state *x = (rank_state *)user;
+    EXPECT(x, (x->readable == NULL) == readable, "callback %d twice", readable);
+    x->readable = readable ? fsdp_data(u, 0) : NULL;
+}
+
 static void build(rank_state *x) {
     static const int64_t direct_min[4] = {FSDP_DIRECT_NEVER, 1, 0, 100};
     const b_case *c = x->c;
@@ -123,6 +130,8 @@ static void build(rank_state *x) {
     ud.params = pd;
     ud.num_params = c->count;
     DO(x, fsdp_fully_shard(x->model, &ud, &x->unit));
+    x->readable = NULL;
+    DO(x, fsdp_set_unit_callback(x->unit, called_back, x));
     if (axis[B_FACTOR])
         DO(x, fsdp_set_gradient_divide_factor(x->model, NULL, b_factors[axis[B_FACTOR]]));
     if (axis[B_USAGE] == B_USED_AT_RANDOM)
@@ -245,7 +254,18 @@ static void check_grads(const rank_state *x, int step) {
 }
 
 /* The gathered parameters, after `step` steps. */
+/* Loads the values before the model has a layout. */
+static void load_early(const rank_state *x) {
+    for (int i = 0; i < x->c->count; i++) {
+        const b_param *p = &x->c->param[i];
+        unsigned char full[8 * B_NUMEL];
+        for (int64_t e = 0; e < p->numel; e++) b_put(full, p->dtype, e, x->truth->value[0][i][e]);
+        DO(x, fsdp_param_load(x->unit, i, full));
+    }
+}
+
 static void check_data(const rank_state *x, int step, const char *when) {
+    EXPECT(x, x->readable == fsdp_data(x->unit, 0), "%s: the callback has another address", when);
     for (int i = 0; i < x->c->count; i++) {
         const double *full = x->truth->value[step][i];
         const void *data = fsdp_data(x->unit, i);
@@ -262,6 +282,8 @@ static void forward(const rank_state *x, int step) {
     DO(x, fsdp_pre_forward(x->unit));
     check_data(x, step, "forward");
     DO(x, fsdp_post_forward(x->unit));
+    EXPECT(x, (fsdp_unit_storage(x->unit) == FSDP_STORAGE_UNSHARDED) == (x->readable != NULL),
+           "storage %d, and the callback says otherwise", (int)fsdp_unit_storage(x->unit));
 }
 
 /* What a kernel does. */
@@ -421,11 +443,13 @@ static void begin_case(rank_state *x) {
     build(x);
     check_info(x);
     memset(&x->predicted, 0, sizeof x->predicted);
+    const int early = x->c->number % 4 == 3;
+    if (early) load_early(x);
     DO(x, fsdp_model_predict(x->model, &x->predicted));
-    DO(x, fsdp_init_params(x->model, start_values, x));
+    if (!early) DO(x, fsdp_init_params(x->model, start_values, x));
     for (int i = 0; i < x->c->count; i++)
         numel += b_local_numel(&x->c->param[i], x->c->shards, x->shard);
-    EXPECT(x, (numel > 0) == (x->blocks > 0), "%d blocks were filled", x->blocks);
+    EXPECT(x, (numel > 0 && !early) == (x->blocks > 0), "%d blocks were filled", x->blocks);
     check_shards(x, 0);
 }
 static void step_case(rank_state *x, int step) {
@@ -448,6 +472,7 @@ static void end_case(rank_state *x) {
     if (c->number % 4 == 1) check_load(x);
     if (c->number % 4 == 2) check_no_grad(x);
     fsdp_model_destroy(x->model);
+    EXPECT(x, !x->readable, "the callback has an address of a model that has ended");
     x->model = NULL;
     x->unit = NULL;
 }

@@ -164,6 +164,38 @@ TEST(unit_callback, failure, NO(NCCL)) {
     for (int call = 0; call < 4; call++) lab_run(2, NULL, failure, &call);
 }
 
+static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                         const fsdp_coll *coll) {
+    (void)user, (void)ops, (void)comm, (void)coll;
+    return FSDP_ERR_BACKEND;
+}
+/* A call fails the world itself: the gather of another unit, or a reduction in finalize. */
+static void failing_call(lab_rank *r) {
+    const int in_finalize = *(const int *)r->arg;
+    fsdp_param_desc p = fsdp_mat("w", ROWS, COLS);
+    watched x;
+    open_watched(&x, r->w, FSDP_RESHARD_NEVER);
+    fsdp_unit *other = lab_unit(r->w, x.m, NULL, &p, 1);
+    lab_forward(r->w, x.u);
+    if (in_finalize) {
+        CALL(r->w, fsdp_set_reshard_after_backward(x.m, NULL, 0));
+        CALL(r->w, fsdp_set_custom_reduce_scatter(x.u, fails, NULL));
+        CALL(r->w, fsdp_pre_backward(x.u));
+        memset(fsdp_grad(x.u, 0), 0, sizeof(float) * NUMEL);
+        SEEN(&x, "+");
+        CHECK(fsdp_finalize_backward(x.m) != FSDP_OK);
+    } else {
+        SEEN(&x, "+");
+        CALL(r->w, fsdp_set_custom_all_gather(other, fails, NULL));
+        CHECK(fsdp_pre_forward(other) != FSDP_OK);
+    }
+    CHECK(fsdp_world_status(r->w) != FSDP_OK);
+    SEEN(&x, "-");
+}
+TEST(unit_callback, failing_call, NO(NCCL)) {
+    for (int where = 0; where < 2; where++) lab_run(2, NULL, failing_call, &where);
+}
+
 /* Reshard modes are kept, NEVER is set for a while, as in a generation, and each is set again. A
    mode n is for units that were made with it. */
 static void modes_again(lab_rank *r) {
