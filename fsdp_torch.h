@@ -37,6 +37,7 @@ ERRORS
 #include "fsdp.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -379,6 +380,15 @@ struct Evaluation {
     Evaluation(const Evaluation &) = delete;
 };
 
+// Autocast must not keep the casts of parameters: they would be whole parameters outside of a unit,
+// and after a forward without gradients have no graph.
+struct NoCasts {
+    const bool before = at::autocast::is_autocast_cache_enabled();
+    NoCasts() { at::autocast::set_autocast_cache_enabled(false); }
+    ~NoCasts() { at::autocast::set_autocast_cache_enabled(before); }
+    NoCasts(const NoCasts &) = delete;
+};
+
 // The states of the random number generators of the CPU and of a GPU.
 struct Random {
     std::vector<std::pair<at::Generator, Tensor>> states;
@@ -437,6 +447,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
             variable_list y, roots, roots_grad;
             {
                 const at::ThreadLocalStateGuard context(a.context);
+                const NoCasts casts;
                 const at::AutoGradMode on(true);
                 const Replay random(a.random, a.device);
                 for (size_t i = 0; i < in.size(); i++)
@@ -566,6 +577,7 @@ template <class F, class... In> auto forward(const Unit &unit, F &&f, In... in) 
     using Out = std::decay_t<decltype(f(std::move(in)...))>;
     static_assert(has_tensors<Out>, "f has to return a tensor, or a tuple or vector of tensors");
     const Evaluation evaluation(*s);
+    const NoCasts casts;
     s->pre_forward();
     try {
         Tensors inputs, outputs;
@@ -619,6 +631,7 @@ template <class F, class... In> auto checkpoint(const Unit &unit, F f, In... in)
         return y;
     };
     const Trainable trainable(x);
+    const NoCasts casts;
     s->pre_forward();
     try {
         const at::Device device = s->params[0].value.device();

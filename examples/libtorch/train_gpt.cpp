@@ -16,6 +16,7 @@
 
 #include <fstream>
 #include <iterator>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <time.h>
 namespace nn = torch::nn;
@@ -132,6 +133,7 @@ static void train(fsdp_world *world, fsdp_model *model, const std::string &text)
         stays_open.reshard_after_forward = FSDP_RESHARD_NEVER;
         units.push_back(fsdp_torch::fully_shard(model, *gpt, "", stays_open));
         check(fsdp_adamw_create(model, nullptr, &adamw));
+        malloc_trim(0); // what the blocks had as a whole goes back to the system
     }
 
     std::vector<double> times;

@@ -3,6 +3,7 @@
    ranks. Ranks are processes, forked before they use torch.
 
    SPDX-License-Identifier: MIT */
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 #undef CHECK // of c10
 #undef CHECK_EQ
@@ -619,6 +620,37 @@ static void dtypes_body(lab_rank *r) {
     same_grads(r, u, *n.first, r->size == 1 ? 0 : 0.02);
 }
 TEST_P(torch, gathered_as_bf16, few) { run(row, dtypes_body); }
+
+// Autocast that nobody ends, over two steps; the backward is outside of it.
+static void autocast_body(lab_rank *r) {
+    fsdp_model *m = make_model(r);
+    auto n = twins<Block>();
+    const auto u = fsdp_torch::fully_shard(m, *n.second, "u");
+    torch::optim::SGD theirs(n.first->parameters(), torch::optim::SGDOptions(0.1)),
+        ours(fsdp_torch::shards(m), torch::optim::SGDOptions(0.1));
+    const auto autocast = [](bool on) { at::autocast::set_autocast_enabled(at::kCPU, on); };
+    for (int step = 0; step < 2; step++) {
+        for (int k = 0; k < r->size; k++) {
+            autocast(true);
+            Tensor loss = n.first(batch(k, step)).to(torch::kFloat).pow(2).mean();
+            autocast(false);
+            loss.backward();
+            at::autocast::clear_cache();
+        }
+        for (auto &p : n.first->parameters()) p.mutable_grad() = p.grad() / r->size;
+        autocast(true);
+        Tensor loss =
+            run_layer(r, u, n.second, batch(r->rank, step)).to(torch::kFloat).pow(2).mean();
+        autocast(false);
+        fsdp_torch::backward(m, loss);
+        same_grads(r, u, *n.first, r->size == 1 ? 0 : 1e-5);
+        fsdp_torch::shards(m);
+        ours.step(), theirs.step(), theirs.zero_grad();
+        CALL(r->w, fsdp_params_changed(m));
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+}
+TEST_P(torch, autocast, few) { run(row, autocast_body); }
 
 static void cast_body(lab_rank *r) {
     fsdp_model *m = make_model(r);

@@ -55,6 +55,43 @@ def test_loads_strictly():
         check(abs(got / want - 1) < 1e-6, f"loss {got}, expected {want}")
 
 
+MODULES = """
+struct BlockImpl : torch::nn::Module {
+    torch::nn::Linear a{nullptr};
+    BlockImpl() { a = register_module("a", torch::nn::Linear(8, 8)); }
+    torch::Tensor forward(torch::Tensor x) { return x + a(x); }
+};
+TORCH_MODULE(Block);
+struct NetImpl : torch::nn::Module {
+    std::vector<Block> blocks;
+    NetImpl() {
+        for (int i = 0; i < 2; i++) blocks.push_back(register_module(std::to_string(i), Block()));
+    }
+    torch::Tensor embed(torch::Tensor x) { return x; }
+    torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return torch::mse_loss(x, y); }
+};
+TORCH_MODULE(Net);
+struct Batch { torch::Tensor input, target; };
+static std::vector<Batch> batches(int, int) { return {}; }
+using torch::Tensor;
+"""
+
+
+def test_document_compiles():
+    """Both columns of docs/from-libtorch.md are programs."""
+    with open(os.path.join(ROOT, "docs/from-libtorch.md"), encoding="utf-8") as f:
+        rows = re.search(r"^// before +// after\n(.*?)^```", f.read(), re.M | re.S).group(0)
+    at = rows.index("// after")
+    for which in (slice(0, at), slice(at, None)):
+        lines = [line[which] for line in rows.split("\n")[1:-1]]
+        last = max(i for i, line in enumerate(lines) if line.startswith("#include"))
+        with tempfile.TemporaryDirectory() as folder:
+            with open(f"{folder}/program.cpp", "w", encoding="utf-8") as f:
+                f.write("\n".join(lines[:last + 1] + [MODULES] + lines[last + 1:]) + "\n")
+            sh(f"c++ -std=c++20 -fsyntax-only -I{ROOT} -isystem {TORCH}/include "
+               f"-isystem {TORCH}/include/torch/csrc/api/include {folder}/program.cpp")
+
+
 if __name__ == "__main__":
     if os.path.exists(PYTHON) and not os.environ.get("TORCH_TEST_RUNS"):
         os.execve(PYTHON, [PYTHON, *sys.argv], dict(os.environ, TORCH_TEST_RUNS="1"))
