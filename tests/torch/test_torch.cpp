@@ -300,6 +300,8 @@ static void ways_body(lab_rank *r) {
         all.backward();
         fsdp_torch::backward(m, n.sharded(r, batch(r->rank, step).requires_grad_(true)));
         n.same(r);
+        throws([&] { (void)n.first.second->a->weight.grad().sum(); },
+               {"E556", "the gradient of parameter 'a.weight'"});
         CALL(r->w, fsdp_zero_grad(m));
     }
     if (plan) CHECK_MSG(fsdp_plan_state(plan) == FSDP_PLAN_REPLAYING, "%s", fsdp_plan_why(plan));
@@ -321,6 +323,8 @@ static void evaluation_body(lab_rank *r) {
             CHECK(!got.requires_grad());
         }
         CHECK(fsdp_is_grad_enabled(m));
+        CHECK(fsdp_pre_backward(n.units[0]) == FSDP_ERR_INVALID_STATE); // no forward waits for it
+        CHECK(fsdp_finalize_backward(m) == FSDP_ERR_INVALID_STATE);
         n.zero_plain();
         n.plain(batch(0)).backward();
         fsdp_torch::backward(m, n.sharded(r, batch(0)));
@@ -570,10 +574,12 @@ static void random_body(lab_rank *r) {
     const auto u = fsdp_torch::fully_shard(m, *net.second, "u");
     const Tensor x = batch(0);
     Tensor next[2];
-    for (int ours = 0; ours < 2; ours++) {
+    for (int ours = 0; ours < 2; ours++) { // a number is taken between forward and backward
         torch::manual_seed(7);
-        if (ours) fsdp_torch::backward(m, run_layer(r, u, net.second, x).pow(2).mean());
-        else net.first(x).pow(2).mean().backward();
+        Tensor loss = (ours ? run_layer(r, u, net.second, x) : net.first(x)).pow(2).mean();
+        (void)torch::rand({3});
+        if (ours) fsdp_torch::backward(m, loss);
+        else loss.backward();
         next[ours] = torch::rand({3});
     }
     same_grads(r, u, *net.first);
@@ -886,7 +892,9 @@ TEST_P(torch, model_ends_before_its_modules, no_recompute) { run(row, life_caugh
 static void thaw_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
     auto n = twins<Block>();
+    n.second(batch(0)).sum().backward();
     const auto u = fsdp_torch::fully_shard(m, *n.second, "u");
+    CHECK(!n.second->scale.grad().defined()); // an earlier gradient is dropped
     n.second->scale.set_requires_grad(false);
     throws([&] { fsdp_torch::forward(u, n.second, batch(0)); },
            {"E555", "'scale'", "requires_grad"});
