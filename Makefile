@@ -89,6 +89,14 @@ GPT_BLAS := $(if $(filter-out x86_64,$(shell uname -m)),$(shell \
               pkg-config --exists openblas 2>/dev/null && \
               echo -DGEMM_BLAS $$(pkg-config --cflags --libs openblas)))
 
+# LibTorch, for fsdp_torch.h and its tests: TORCH is the folder of a Python package torch.
+TORCH ?= $(shell for p in $(BUILD)/venv/bin/python python3; do $$p -c 'import importlib.util as u; \
+           print(u.find_spec("torch").submodule_search_locations[0])' 2>/dev/null && break; done)
+TORCH_STD ?= -std=c++20# LibTorch before 2.15: C++17 is enough
+TORCH_CXX  = $(CXX) $(TORCH_STD) -Wall -Wextra -Wpedantic -Wshadow $(WERROR) -I. $(CPPFLAGS) \
+             $(addprefix -isystem $(TORCH)/include,/ /torch/csrc/api/include) -MMD -MP -MF $@.d
+TORCH_LIBS = -L$(TORCH)/lib -Wl,--no-as-needed,-rpath,$(TORCH)/lib -ltorch -ltorch_cpu -lc10
+
 Q := $(if $(V),,@)# V=1 shows the commands
 COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@
@@ -100,7 +108,7 @@ SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
         gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
-        torchrun slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
+        torchrun torch slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
@@ -185,7 +193,13 @@ $(BUILD)/libfsdp.so: $(BUILD)/libfsdp.o $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) -shared -Wl,-soname,libfsdp.so.$(ABI) -o $@.$(VERSION) $< $(LDFLAGS) \
 	    -Wl,--exclude-libs,ALL -pthread $(LDLIBS) -lm
 	$Qln -sf $(@F).$(VERSION) $@.$(ABI) && ln -sf $(@F).$(ABI) $@
-$(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
+$(BUILD)/torch/test_torch: tests/torch/test_torch.cpp $(BUILD)/tests/library.a Makefile | $(BUILD)/torch
+	@echo "  CXX $@"
+	$Q$(TORCH_CXX) -Itests -O0 -g1 -o $@ $< $(BUILD)/tests/library.a $(LDFLAGS) $(TORCH_LIBS) -pthread -lm
+$(BUILD)/torch/train_gpt: examples/libtorch/train_gpt.cpp $(BUILD)/libfsdp.a Makefile | $(BUILD)/torch
+	@echo "  CXX $@"
+	$Q$(TORCH_CXX) -O2 -o $@ $< $(BUILD)/libfsdp.a $(LDFLAGS) $(TORCH_LIBS) -pthread -lm
+$(BUILD) $(BUILD)/tests $(BUILD)/torch $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
 
@@ -285,11 +299,20 @@ nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\
 	    $(patsubst %,gate:%,$(shell tools/check.sh --list nightly)) $(NO_GLOO) \
 	    FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/tools/test_package.py --,$(call VARIANTS,nightly))
+	@$(SUBMAKE) torch
 	@tools/mutate --sample $(MUTANTS)
 torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none, into build/venv
 	@$(SUBMAKE) $(BUILD)/tests/test_cluster $(BUILD)/examples/01_hello
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh --filter=torchrun \
 	    FSDP_BUILD=$(BUILD) $(BUILD)/tests/test_cluster
+torch: ## the tests of fsdp_torch.h, where a LibTorch is: the Python package torch has one
+ifeq ($(TORCH),)
+	@echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"
+else
+	@$(SUBMAKE) $(BUILD)/torch/test_torch $(BUILD)/torch/train_gpt tools/fsdpck $(FSDPRUN)
+	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/test_torch \
+	    tests/torch/test_torch_export.py
+endif
 slurm: $(FSDPRUN) gloo ## programs under a real Slurm and mpirun, on three "hosts"; installs what it needs
 	@test $(DEPS) = no || tools/deps.sh slurm
 	@$(SUBMAKE) $(BUILD)/tests/test_cluster

@@ -58,8 +58,9 @@ def files_below(folder):
                   for name in names if not name.endswith(".md"))
 
 
-HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
-IN_CXX = glob.glob("fsdp*.hpp")
+LIBTORCH = "fsdp_torch.h"  # in C++17: make torch compiles it
+HEADERS = ["fsdp.h"] + sorted(set(glob.glob("fsdp_*.h")) - {LIBTORCH})
+IN_CXX = glob.glob("fsdp*.hpp") + glob.glob(LIBTORCH)
 PARTS = files_below("src/core") + files_below("src/base")
 PLAN = sorted(set(files_below("src")) - set(PARTS))  # parts of extensions
 DECLARES = HEADERS + glob.glob("src/core/extension.h")
