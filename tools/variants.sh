@@ -99,7 +99,7 @@ programs() { # TAGS
             inside = 0
         }
         { take($0) }
-        END { tell() }' tests/*/test_*.c tests/*/test_*.cpp tests/*/conformance.c
+        END { tell() }' tests/*/test_*.c* tests/*/conformance.c
 }
 
 case ${1-} in

@@ -564,7 +564,7 @@ fast    | 'C=-O -g'  | check  | bits | bits:night.bits | C=3
 asan    |            | check  | asan | night.asan     |
 """
 SOURCES = {
-    "core/test_plain.c": "/* of GLOO and\n   NIGHT */\nTEST(a, b) { say(\"NCCL\"); } // BITS\n",
+    "core/test_plain.cpp": "/* of GLOO and\n   NIGHT */\nTEST(a, b) { say(\"NCCL\"); } // BITS\n",
     "core/test_file.c": "#define TAGS GLOO | AT_NIGHT(ASAN)\nTEST(a, c) {}\n",
     "core/test_one.c": "#define TAGS NO(ASAN)\nTEST(a, d,\n     AT_NIGHT(GLOO)) {}\n",
     "net/test_only.c": "#define TAGS NO(SHM) | GLOO\nTEST(a, e, NO(GLOO) | NCCL) {}\n",
