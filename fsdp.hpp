@@ -512,15 +512,17 @@ class unit : public setters<unit> {
     // not this number.
     template <class T>
     int64_t numel_of(const char *call, int index, bool grad, const int64_t *size) const {
-        const param_view v = view(index);
+        fsdp_param_desc v{};
+        check(fsdp_param_desc_get(get(), index, &v)); // without a commit
         const int64_t numel = state_->numel[static_cast<std::size_t>(index)];
-        const fsdp_dtype has = grad ? v.grad_dtype : v.dtype;
+        const fsdp_dtype has = grad ? view(index).grad_dtype : v.dtype;
         if (has != dtype_of<T> || (size && *size != numel))
             detail::throw_error(
                 FSDP_ERR_INVALID_ARG,
                 "[E554] %s: parameter '%s' of unit '%s' has %lld elements of %s, and your tensor "
                 "%lld of %s: it has to be the whole parameter in its own dtype",
-                call, v.name, v.unit_name, static_cast<long long>(numel), fsdp_dtype_name(has),
+                call, v.name, fsdp_unit_label(get()), static_cast<long long>(numel),
+                fsdp_dtype_name(has),
                 static_cast<long long>(size ? *size : numel), fsdp_dtype_name(dtype_of<T>));
         return numel;
     }
@@ -625,6 +627,7 @@ class unit : public setters<unit> {
        set_all_reduce_hook       f(void *data, int64_t numel, fsdp_dtype dtype, void *stream)
        set_post_accumulate_hook  f(const param_view &view, void *stream)
        set_custom_...            f(const fsdp_comm_ops *, fsdp_comm *, const fsdp_coll *)
+       set_unit_callback         f(bool readable), on the calling thread
        Throws      error, std::bad_alloc */
     template <class F> void set_all_reduce_hook(F f) const {
         fsdp_all_reduce_hook thunk = nullptr;
@@ -643,6 +646,15 @@ class unit : public setters<unit> {
         hook(1, index, std::move(f), [&](void *user) {
             return fsdp_set_post_accumulate_hook(get(), index, thunk, user);
         });
+    }
+    template <class F> void set_unit_callback(F f) const {
+        fsdp_unit_callback thunk = nullptr;
+        if constexpr (!std::is_null_pointer_v<F>)
+            thunk = [](fsdp_unit *, int readable, void *user) {
+                (void)call<F>(user, readable != 0);
+            };
+        hook(5, -1, std::move(f),
+             [&](void *user) { return fsdp_set_unit_callback(get(), thunk, user); });
     }
     template <class F> void set_custom_all_gather(F f) const {
         comm_hook(2, std::move(f), fsdp_set_custom_all_gather);

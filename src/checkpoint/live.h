@@ -12,6 +12,7 @@
 #ifndef FSDPI_CHECKPOINT_LIVE_H
 #define FSDPI_CHECKPOINT_LIVE_H
 
+#include "../base/os.h"
 #include "api.h"
 #include "export.h"
 #include "files.h"
@@ -60,12 +61,12 @@ static const fsdp_safetensors_entry *fsdpi_ck_live_entry(const fsdpi_ck_live *l,
 static int fsdpi_ck_live_want(fsdpi_ck_live *l, int32_t ordinal) {
     fsdpi_ck_worker *w = &l->ck->worker;
     if (l->gathered == ordinal) return 0;
-    FSDPI_CK_PUT(&l->wanted, ordinal);
+    FSDPI_STORE(&l->wanted, ordinal);
     fsdpi_ck_ring(&w->to_caller);
-    while (FSDPI_CK_GET(&l->wanted) >= 0) {
-        const uint32_t seen = FSDPI_CK_GET(&w->to_worker);
-        if (FSDPI_CK_GET(&l->ck->disk.left)) return EIO;
-        if (FSDPI_CK_GET(&l->wanted) >= 0) fsdpi_ck_listen(&w->to_worker, seen, FSDPI_CK_NAP);
+    while (FSDPI_LOAD(&l->wanted) >= 0) {
+        const uint32_t seen = FSDPI_LOAD(&w->to_worker);
+        if (FSDPI_LOAD(&l->ck->disk.left)) return EIO;
+        if (FSDPI_LOAD(&l->wanted) >= 0) fsdpi_futex_wait(&w->to_worker, seen, FSDPI_CK_NAP, 0);
     }
     return l->gathered == ordinal ? 0 : EIO; // the world has failed
 }
@@ -248,19 +249,19 @@ static fsdp_status fsdpi_ck_live_serve(fsdpi_ck_live *l) {
     fsdp_status status = FSDP_OK;
     while (told != FSDPI_CK_ENDS && !status) {
         if (!ck->rank) {
-            const int64_t end = fsdpi_ck_now() + FSDPI_CK_NAP;
-            while (fsdpi_ck_is_busy(&ck->worker) && FSDPI_CK_GET(&l->wanted) < 0 &&
-                   fsdpi_ck_now() < end)
+            const int64_t end = fsdpi_monotonic_ns(NULL) + FSDPI_CK_NAP;
+            while (fsdpi_ck_is_busy(&ck->worker) && FSDPI_LOAD(&l->wanted) < 0 &&
+                   fsdpi_monotonic_ns(NULL) < end)
                 fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
             fsdpi_ck_look(ck, &watch);
             told = ck->hung || !fsdpi_ck_is_busy(&ck->worker) ? FSDPI_CK_ENDS
-                                                              : FSDPI_CK_GET(&l->wanted);
+                                                              : FSDPI_LOAD(&l->wanted);
         }
         status = fsdp_broadcast(ck->world, NULL, &told, sizeof told, 0);
         if (!status && told >= 0) status = fsdpi_ck_live_gather(l, told);
         if (ck->rank || told < 0) continue;
         l->gathered = status ? -1 : told;
-        FSDPI_CK_PUT(&l->wanted, -1);
+        FSDPI_STORE(&l->wanted, -1);
         fsdpi_ck_ring(&ck->worker.to_worker);
     }
     return status;
@@ -270,14 +271,14 @@ static fsdp_status fsdpi_ck_live_serve(fsdpi_ck_live *l) {
 static void fsdpi_ck_live_end(fsdpi_ck_live *l, int failed) {
     fsdp_checkpoint *ck = l->ck;
     fsdpi_ck_watch watch = {0, 0};
-    if (failed) FSDPI_CK_PUT(&ck->disk.left, 1);
+    if (failed) FSDPI_STORE(&ck->disk.left, 1);
     fsdpi_ck_ring(&ck->worker.to_worker);
     while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
         fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
         fsdpi_ck_look(ck, &watch);
     }
     if (ck->hung) return;
-    FSDPI_CK_PUT(&ck->disk.left, 0);
+    FSDPI_STORE(&ck->disk.left, 0);
     fsdpi_ck_forget(&ck->disk);
 }
 

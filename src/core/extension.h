@@ -291,9 +291,11 @@ FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int
 
 /* fsdp_model_desc_get - the options of a model, with defaults filled in; mesh as the desc gave it
    fsdp_unit_desc_get  - those of a unit as they are now, without params, mesh and mesh_info
+   fsdp_param_desc_get - those of a parameter, without its extension. No commit
    Result      FSDP_OK; INVALID_ARG */
 FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_desc *out);
 FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out);
+FSDP_API fsdp_status fsdp_param_desc_get(const fsdp_unit *unit, int index, fsdp_param_desc *out);
 
 /* fsdp_on_commit - from now on call fn at the end of every model's first commit in this process: it
    may attach extensions, and communicate over the model's mesh. So an extension comes to models

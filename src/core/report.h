@@ -182,6 +182,28 @@ FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *o
     return FSDP_OK;
 }
 
+FSDP_API fsdp_status fsdp_param_desc_get(const fsdp_unit *unit, int index, fsdp_param_desc *out) {
+    static const fsdp_param_desc none = FSDP_ZERO;
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "param_desc_get", "unit or out");
+    *out = none;
+    if (index < 0 || index >= unit->desc.num_params)
+        return fsdpi_invalid_arg(
+            unit->model->world,
+            "[E571] param_desc_get: unit '%s' has no parameter %d, expected 0..%d",
+            unit->desc.name, index, unit->desc.num_params - 1);
+    const fsdpi_param *p = &unit->params[index];
+    out->name = p->name;
+    out->user = p->user;
+    out->dtype = p->dtype;
+    out->ndim = p->lay.ndim;
+    memcpy(out->shape, p->lay.shape, sizeof out->shape);
+    out->shard_dim = p->lay.shard_dim;
+    out->frozen = !p->requires_grad;
+    out->keep_dtype = p->keep_dtype;
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
     if (!model || !out) return fsdpi_null_of(model, "model_counters", "model or out");
     *out = model->counters;

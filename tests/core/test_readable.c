@@ -285,6 +285,15 @@ static void early_model(lab_rank *r, const early_case *c, double *out) {
     }
     if (!c->late) CHECK_STATUS(fsdp_param_load(unit[0], 0, NULL), FSDP_ERR_INVALID_ARG);
     if (!c->late) CHECK_STATUS(fsdp_param_load(unit[0], 4, &before), FSDP_ERR_INVALID_ARG);
+    fsdp_param_desc desc;
+    CALL(r->w, fsdp_param_desc_get(unit[1], 1, &desc)); /* no commit either: a unit can be added */
+    CHECK_EQ_STR(desc.name, "columns");
+    CHECK(desc.dtype == FSDP_F32 && desc.ndim == 2 && desc.shape[1] == COLS && !desc.frozen);
+    CHECK_EQ_INT(desc.shard_dim, 1);
+    CALL(r->w, fsdp_param_desc_get(unit[1], 2, &desc));
+    CHECK(desc.dtype == FSDP_F64 && desc.frozen && desc.ndim == 1);
+    CHECK_STATUS(fsdp_param_desc_get(unit[1], 4, &desc), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_param_desc_get(NULL, 0, &desc), FSDP_ERR_INVALID_ARG);
     if (c->cast) CALL(r->w, fsdp_model_cast(m, c->cast));
     if (c->cast) load_one(r->w, unit[1], 0, 4, c->cast);
     if (c->freeze) CALL(r->w, fsdp_set_requires_grad(unit[1], 0, 0));

@@ -25,13 +25,15 @@
 static std::atomic<long> news{0};        /* calls so far */
 static std::atomic<long> new_fails{-1};  /* this call fails; -1: none */
 
-void *operator new(std::size_t size) {
+/* Not inline: gcc would take malloc and free for functions that do not belong together. */
+#define APART __attribute__((noinline))
+APART void *operator new(std::size_t size) {
     if (news++ == new_fails) throw std::bad_alloc();
     if (void *ptr = malloc(size ? size : 1)) return ptr;
     throw std::bad_alloc();
 }
-void operator delete(void *ptr) noexcept { free(ptr); }
-void operator delete(void *ptr, std::size_t) noexcept { free(ptr); }
+APART void operator delete(void *ptr) noexcept { free(ptr); }
+APART void operator delete(void *ptr, std::size_t) noexcept { free(ptr); }
 
 /* ---- helpers ---------------------------------------------------------------------------------- */
 
@@ -589,6 +591,34 @@ static void loops(lab_rank *r) {
     CHECK_EQ_INT(calls, 1); /* not called again after it */
 }
 TEST(hpp, loops_init_and_load, GLOO) { lab_run(2, nullptr, loops, nullptr); }
+
+/* Units are loaded while the model is built, and a lambda knows when they are readable. */
+static void layer_by_layer(lab_rank *r) {
+    fsdp::world world(r->w);
+    fsdp::model model(world);
+    std::string seen;
+    std::vector<fsdp::unit> layers;
+    for (std::size_t k = 0; k < 3; k++) {
+        const std::vector<float> w(N * N, (float)k);
+        layers.push_back(model.shard("h." + std::to_string(k), {fsdp::mat("w", N, N)}));
+        layers[k].load(0, w); /* no commit: the next unit can be added */
+        layers[k].set_unit_callback([&seen, k](bool readable) {
+            seen += readable ? "+" : "-";
+            seen += std::to_string(k);
+        });
+    }
+    check_says(refusal(FSDP_ERR_INVALID_ARG, [&] { layers[0].load(0, std::vector<double>(N * N)); }),
+               "[E554]");
+    for (std::size_t k = 0; k < 3; k++) {
+        const auto f = layers[k].forward();
+        CHECK(f.data<float>(0)[N] == (float)k);
+    }
+    CHECK_EQ_STR(seen.c_str(), "+0-0+1-1+2-2");
+    layers[1].set_unit_callback(nullptr);
+    (void)layers[1].forward();
+    CHECK_EQ_STR(seen.c_str(), "+0-0+1-1+2-2");
+}
+TEST(hpp, layer_by_layer, GLOO) { lab_run(2, nullptr, layer_by_layer, nullptr); }
 
 /* The objects own their lambdas: as long as C may call them, and no longer. */
 static void lambdas(lab_rank *r) {

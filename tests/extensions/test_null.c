@@ -119,6 +119,7 @@ static void core(fsdp_world *w) {
     TOLD(fsdp_model_predict(b.model, NULL));
     TOLD(fsdp_model_desc_get(b.model, NULL));
     TOLD(fsdp_unit_desc_get(b.unit, NULL));
+    TOLD(fsdp_param_desc_get(b.unit, 0, NULL));
     TOLD(fsdp_model_counters(b.model, NULL));
     TOLD(fsdp_attach(b.model, NULL));
     TOLD(fsdp_detach(b.model, &extension));
