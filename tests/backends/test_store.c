@@ -1673,8 +1673,8 @@ static struct {
     pthread_t opener;
     fsdpi_store *store; /* rank 0's, before open returns it */
     fsdpi_store_server *server;
-    client peer; /* rank 1 */
-    int end, has_ended;
+    client peer;            /* rank 1 */
+    int end, has_ended, fd; /* fd: rank 0's connection */
 } at_once;
 static void *alloc_at_once(size_t size, size_t align, void *user) {
     char *p = (char *)fsdpi_libc_alloc(size, align, user);
@@ -1683,7 +1683,9 @@ static void *alloc_at_once(size_t size, size_t align, void *user) {
 }
 static int64_t clock_at_once(void *user) {
     fsdpi_store *store = at_once.store;
-    if (pthread_equal(pthread_self(), at_once.opener) && store->running && !at_once.has_ended) {
+    const int is_opener = pthread_equal(pthread_self(), at_once.opener);
+    if (is_opener && !store->running) at_once.fd = store->fd; /* later only its thread uses it */
+    if (is_opener && store->running && !at_once.has_ended) {
         at_once.has_ended = 1;
         enter(&at_once.peer, at_once.s, 1);
         while (!FSDPI_LOAD(&store->joined)) usleep(300);
@@ -1691,7 +1693,7 @@ static int64_t clock_at_once(void *user) {
             fsdpi_store_abort(at_once.peer.store, FSDP_ERR_ABORTED, "", "of the test");
         if (at_once.end == LEAVES) fsdpi_store_close(at_once.peer.store);
         if (at_once.end == STORE_CLOSES) fsdpi_store_stop(at_once.server);
-        if (at_once.end == CUT) shutdown(store->fd, SHUT_RDWR);
+        if (at_once.end == CUT) shutdown(at_once.fd, SHUT_RDWR);
         while (!FSDPI_LOAD(&store->judged) && !FSDPI_LOAD(&store->gone) &&
                !fsdpi_store_has_left(store, 1))
             usleep(300);

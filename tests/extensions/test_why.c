@@ -1329,6 +1329,31 @@ TEST(why, root_units) {
     CHECK_OK(fsdp_shutdown(w));
 }
 
+/* COMPUTE leads on streams, if the step begins with a pre_forward: until the first of that call's
+   ops, in the order of numbers, would have begun without its wait. */
+TEST(why, lead) {
+    static const int labels[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_UNSHARD};
+    static const int modes[] = {FSDP_RUN_STREAMS, FSDP_RUN_THREADS};
+    fsdpi_tr_event r[4];
+    fsdpi_tr_rank rank;
+    fsdpi_why y;
+    helps h;
+    const fsdpi_tr_event *calls[1] = {&r[3]};
+    memset(r, 0, sizeof r), memset(&rank, 0, sizeof rank);
+    memset(&y, 0, sizeof y), memset(&h, 0, sizeof h);
+    h.rank = &rank, h.why = &y, h.calls = calls, h.num_calls = 1;
+    rank.records = r, rank.num_records = 4, y.step.begin = 1000;
+    r[0].seq = 6, r[0].begin_ns = 8000, r[1].seq = 5, r[1].begin_ns = 4000, r[1].waited_ns = 300;
+    r[2].seq = 4, r[2].begin_ns = 1500, r[2].stream = FSDP_STREAM_GATHER;
+    r[0].kind = r[1].kind = FSDP_OP_COPY, r[2].kind = FSDP_OP_ALL_GATHER;
+    r[0].stream = r[1].stream = FSDP_STREAM_COMPUTE;
+    r[3].kind = FSDPI_TR_CALL, r[3].seq = 4, r[3].slot = 3;
+    for (int k = 0; k < 4; k++) {
+        r[3].label = (uint8_t)labels[k / 2], rank.head.run = modes[k % 2];
+        CHECK_EQ_INT(helps_lead(&h), k ? 0 : 4000 - 300 - 1000);
+    }
+}
+
 /* If the fit's latency would be below 0, it is all rate: a record takes as long as it took. */
 TEST(why, fit) {
     fsdpi_tr_event r[2];
