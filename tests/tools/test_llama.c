@@ -96,6 +96,22 @@ static double check_gradients(fsdp_world *w, const llama_model *m, const expecte
     return worst;
 }
 
+/* After a pass no unit is open, and each was gathered as often as it has to be: layers once for each
+   direction, an untied embedding twice, everything else once. Returns the number of gathers so far. */
+static uint64_t check_units(const lab_rank *r, const llama_model *m, int train, uint64_t before) {
+    fsdp_counters n;
+    const int L = m->c.layers, untied = !m->c.tied;
+    CALL(r->w, fsdp_model_counters(m->model, &n));
+    const uint64_t calls = n.calls[FSDP_OP_ALL_GATHER];
+    if (r->size == 1) return calls;
+    CHECK_EQ_INT(calls - before, train ? 2 * L + 2 + 2 * untied : L + 2 + untied);
+    CHECK_EQ_INT(fsdp_unit_storage(m->embed), FSDP_STORAGE_SHARDED);
+    CHECK_EQ_INT(fsdp_unit_storage(m->norm), FSDP_STORAGE_SHARDED);
+    CHECK_EQ_INT(fsdp_unit_storage(m->head), FSDP_STORAGE_SHARDED);
+    for (int l = 0; l < L; l++) CHECK_EQ_INT(fsdp_unit_storage(m->layers[l]), FSDP_STORAGE_SHARDED);
+    return calls;
+}
+
 static void golden_rank(lab_rank *r) {
     const run *what = (const run *)r->arg;
     expected e = open_expected(what->name);
@@ -112,6 +128,7 @@ static void golden_rank(lab_rank *r) {
     double *loss = (double *)get(&e, "loss", FSDP_F64, &t);
     const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
     int failed;
+    uint64_t gathers = 0;
     memset(&desc, 0, sizeof desc);
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
     desc.recompute = what->recompute;
@@ -131,6 +148,7 @@ static void golden_rank(lab_rank *r) {
         double sum = llama_model_pass(&m, mine, mine + most, B, train ? 1.0 / counted[0] : 0.0,
                                       logits, &failed);
         CHECK(!failed);
+        gathers = check_units(r, &m, train, gathers);
         CALL(r->w, fsdp_all_reduce(r->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
         CHECK_NEAR(sum / counted[0] / loss[0], 1.0, 1e-6);
         for (int b = 0; b < B; b++) {
