@@ -112,6 +112,17 @@ static uint64_t check_units(const lab_rank *r, const llama_model *m, int train, 
     return calls;
 }
 
+/* The order in which units are closed. */
+typedef struct closings {
+    const fsdp_unit *head;
+    int count, head_at, other_at;
+} closings;
+static void note_closing(fsdp_unit *unit, int readable, void *user) {
+    closings *c = (closings *)user;
+    if (readable) return;
+    *(unit == c->head ? &c->head_at : &c->other_at) = ++c->count;
+}
+
 static void golden_rank(lab_rank *r) {
     const run *what = (const run *)r->arg;
     expected e = open_expected(what->name);
@@ -129,6 +140,7 @@ static void golden_rank(lab_rank *r) {
     const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
     int failed;
     uint64_t gathers = 0;
+    closings closed;
     memset(&desc, 0, sizeof desc);
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
     desc.recompute = what->recompute;
@@ -142,6 +154,10 @@ static void golden_rank(lab_rank *r) {
     int32_t *mine = (int32_t *)lab_zeros((size_t)(2 * most), sizeof *mine);
     float *logits = (float *)lab_zeros((size_t)(most * V), sizeof *logits);
     const int B = my_rows(r, tokens, labels, rows, T, mine, mine + most);
+    memset(&closed, 0, sizeof closed);
+    closed.head = m.head;
+    CALL(r->w, fsdp_set_unit_callback(m.head, note_closing, &closed));
+    CALL(r->w, fsdp_set_unit_callback(m.layers[c.layers - 1], note_closing, &closed));
     /* evaluation, then training: logits, loss */
     for (int train = 0; train < 2; train++) {
         CALL(r->w, fsdp_set_grad_enabled(m.model, train));
@@ -159,6 +175,8 @@ static void golden_rank(lab_rank *r) {
             h_message("%s, %d ranks: loss %.2g", what->name, r->size,
                       sum / counted[0] / loss[0] - 1.0);
     }
+    CHECK((closed.head_at < closed.other_at) ==
+          !c.tied); // an untied head is open around the loss only
     const double worst = check_gradients(r->w, &m, &e);
     /* gradients are added */
     (void)llama_model_pass(&m, mine, mine + most, B, 1.0 / counted[0], NULL, &failed);
@@ -264,6 +282,7 @@ static const struct {
      "pytorch_model.bin: expected model.safetensors, got another format: load the model with "
      "transformers",
      ""},
+    {"cut_bin", "llama_tied", "", "model", 1, NULL, NULL, "is cut off", ""},
     {"other_bin", "llama_tied", "", "model", 0, NULL, NULL, NULL, ""},
     {"extra", "llama_tied", "\"num_hidden_layers\": 1", "model", 0, NULL, NULL, NULL,
      "model.layers.1.input_layernorm.weight: the model has no such parameter; it and all others "
