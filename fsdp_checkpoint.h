@@ -377,6 +377,20 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
                                             const fsdp_checkpoint_export_desc *desc, char *text,
                                             size_t cap);
 
+/* fsdp_checkpoint_export_model - export the parameters as they are now, as fsdp_checkpoint_export
+               does those of a checkpoint: the files have the same bytes. Rank 0 writes
+   desc        NULL: its defaults. Its files are not used: those of ck are. num_ranks,
+               with_optimizer and ema are refused; for averages call fsdp_ema_swap before and after.
+               rename, source and may_lack are called on a worker thread of rank 0
+   Result      FSDP_OK; as fsdp_checkpoint_export, on all ranks; INVALID_STATE (a unit is not idle),
+               UNSUPPORTED (a parameter is a part of a tensor: tensor parallelism). A dtype that
+               differs from like is logged
+   Collective  yes      Blocks while files are written
+   Allocates   rank 0: headers, tables, 9 MiB and the largest parameter
+   Source      torch: get_model_state_dict(full_state_dict), save_file */
+FSDP_API fsdp_status fsdp_checkpoint_export_model(fsdp_checkpoint *ck, const char *out,
+                                                  const fsdp_checkpoint_export_desc *desc);
+
 // clang-format on
 #ifdef __cplusplus
 }
@@ -390,6 +404,5 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CHECKPOINT_IMPLEMENTED) && \
     !defined(FSDP_MATH_ONLY)
 #define FSDP_CHECKPOINT_IMPLEMENTED
-#include "src/checkpoint/export.h"
-#include "src/checkpoint/api.h"
+#include "src/checkpoint/live.h"
 #endif // FSDP_IMPLEMENTATION

@@ -194,8 +194,9 @@ static void has(bed *b, int64_t step) {
 
 /* ---- every file call fails, comes short, or waits -------------------------------------------- */
 
-enum { SAVE, ASYNC, FIRST, KEEP, LOAD, FIND };
-static const char *const op_names[] = {"save", "save_async", "first save", "keep", "load", "find"};
+enum { SAVE, ASYNC, FIRST, KEEP, LOAD, FIND, EXPORT };
+static const char *const op_names[] = {"save", "save_async", "first save", "keep",
+                                       "load", "find",       "export_model"};
 typedef struct fault {
     int kind, error;
 } fault;
@@ -221,6 +222,27 @@ static void slow_event(shake *s) {
         while (all->beds[r] && r != s->rank && count_of(all->beds[r]) < begin[r] + 3) h_nap(&ns);
 }
 
+static const char *export_path(const bed *b, char out[FSDP_CHECKPOINT_PATH]) {
+    snprintf(out, FSDP_CHECKPOINT_PATH, "%s/out%d", b->dir, b->all->tries);
+    return out;
+}
+/* Checks that an export is whole or not there. */
+static void has_export(bed *b, int64_t step, int is_there) {
+    fsdp_checkpoint_load_desc d = FSDP_ZERO;
+    char path[FSDP_CHECKPOINT_PATH];
+    fsdp_param_view v = FSDP_ZERO;
+    d.params_only = 1;
+    W_CHECK((disk_node_at(b->all->d, export_path(b, path)) >= 0) == is_there, "%.400s: expected %d",
+            path, is_there);
+    if (!is_there) return;
+    scramble(b);
+    CALL(b->w, fsdp_checkpoint_load(b->ck, path, &d));
+    while (fsdp_next_param(b->model, &v))
+        W_CHECK(!numbers(v.shard, v.dtype, &v, v.numel,
+                         lab_hash((uint64_t)step, (uint64_t)v.ordinal, 0, 0), 0),
+                "%.400s: parameter %d is wrong", path, v.ordinal);
+}
+
 static fsdp_status call_op(bed *b, int op, int64_t step) {
     char path[FSDP_CHECKPOINT_PATH];
     int64_t found;
@@ -230,6 +252,8 @@ static fsdp_status call_op(bed *b, int op, int64_t step) {
         snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)step);
         return fsdp_checkpoint_load(b->ck, path, NULL);
     case FIND: return fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found);
+    case EXPORT:
+        return fsdp_checkpoint_export_model(b->ck, export_path(b, path), NULL);
     case ASYNC:
         status = fsdp_checkpoint_save_async(b->ck, b->dir, step);
         if (status) return status;
@@ -240,12 +264,13 @@ static fsdp_status call_op(bed *b, int op, int64_t step) {
 }
 
 /* Returns 1 if the call succeeds nevertheless. */
-static int is_survived(const shake *s) {
+static int is_survived(const shake *s, int op) {
     static const char *const again[] = {"create", "open",  "read",
                                         "write",  "fsync", "fsync of the directory"};
     int interrupted = s->kind == SHAKE_ERROR && s->error == EINTR, repeated = 0;
     for (int i = 0; i < 6; i++) repeated |= !strcmp(s->call, again[i]);
-    return s->fired == 2 || s->committed || (interrupted && repeated) || s->kind == SHAKE_WAIT ||
+    const int committed = s->committed && op != EXPORT; /* which syncs the parent, too */
+    return s->fired == 2 || committed || (interrupted && repeated) || s->kind == SHAKE_WAIT ||
            (s->kind >= SHAKE_SHORT_1 && s->kind <= SHAKE_SHORT_ALL_BUT_1);
 }
 
@@ -286,7 +311,7 @@ static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *la
         snprintf(b->dir, sizeof b->dir, "run%d", all->tries);
         step = 0, *last = -1;
     }
-    if (saves) (void)values(b, step, 1, 0);
+    if (saves || op == EXPORT) (void)values(b, step, 1, 0);
     else scramble(b);
     meet(b);
     shake_arm(&b->s, b->rank == rank ? at : -1, f->kind, f->error);
@@ -295,19 +320,23 @@ static int attempt(bed *b, int op, int rank, int at, const fault *f, int64_t *la
     shake_off(&b->s);
     CHECK_EQ_INT(b->s.files, 0);
     meet(b);
-    const int ok = !s->fired || is_survived(s);
+    const int ok = !s->fired || is_survived(s, op);
     int calls = s->calls;
     /* a truncated manifest counts as none */
     if (op == FIND && f->kind == SHAKE_ZERO && s->fired == 1) {
         check_texts(b, s, FSDP_OK);
     } else {
         check_texts(b, s,
-                    ok                                ? FSDP_OK
-                    : f->kind == SHAKE_ZERO && !saves ? FSDP_ERR_CORRUPT
-                                                      : FSDP_ERR_IO);
+                    ok                                    ? FSDP_OK
+                    : f->kind == SHAKE_ZERO && op == LOAD ? FSDP_ERR_CORRUPT
+                                                          : FSDP_ERR_IO);
     }
     if (saves && !(f->kind == SHAKE_DEAD && rank == 0) && !s->committed)
         CHECK_EQ_INT(disk_count(all->d, b->dir, ".tmp"), 0);
+    meet(b);
+    if (op == EXPORT && !(f->kind == SHAKE_DEAD && s->fired))
+        has_export(b, step,
+                   ok || (!strcmp(s->call, "fsync of the directory") && !strcmp(s->path, b->dir)));
     meet(b);
     if (b->rank == 0) all->tries++, all->faults += s->fired == 1;
     if (b->rank == 0 && op != KEEP) drop_leftovers(all->d, b->dir);
@@ -387,7 +416,8 @@ static const calls_row some_calls[] = {{"save", SAVE, 2, 0, 0},
                                        {"first", FIRST, 2, 0, 0},
                                        {"keep", KEEP, 2, 0, 0},
                                        {"load", LOAD, 2, 0, 0},
-                                       {"find", FIND, 2, 0, 0}};
+                                       {"find", FIND, 2, 0, 0},
+                                       {"export_model", EXPORT, 2, 0, 0}};
 TEST_P(checkpoint_faults, every_call, some_calls, ASAN) { run_calls(row); }
 static const calls_row all_calls[] = {
     {"save/W=2", SAVE, 2, 1, 0},        {"save_async/W=2", ASYNC, 2, 1, 0},
@@ -396,7 +426,7 @@ static const calls_row all_calls[] = {
     {"save/W=3", SAVE, 3, 1, 0},        {"save_async/W=3", ASYNC, 3, 1, 0},
     {"first/W=3", FIRST, 3, 1, 0},      {"keep/W=3", KEEP, 3, 1, 0},
     {"load/W=3", LOAD, 3, 1, 0},        {"find/W=3", FIND, 3, 1, 0},
-    {"save_async_ring", ASYNC, 2, 1, 8}};
+    {"save_async_ring", ASYNC, 2, 1, 8}, {"export_model", EXPORT, 3, 1, 0}};
 TEST_P(long_checkpoint_faults, every_call, all_calls, SECONDS(600) | NIGHT) { run_calls(row); }
 
 /* ---- a file call that never returns ---------------------------------------------------------- */
@@ -550,12 +580,13 @@ static const stall_row some_stalls[] = {{"save", SAVE, 2, 0},
                                         {"save_async", ASYNC, 2, 0},
                                         {"keep", KEEP, 2, 0},
                                         {"load", LOAD, 2, 0},
-                                        {"find", FIND, 2, 0}};
+                                        {"find", FIND, 2, 0},
+                                        {"export_model", EXPORT, 2, 0}};
 TEST_P(checkpoint_faults, stall, some_stalls, ASAN) { run_stall(row); }
 static const stall_row all_stalls[] = {{"save", SAVE, 2, 1},    {"save_async", ASYNC, 2, 1},
                                        {"keep", KEEP, 2, 1},    {"load", LOAD, 2, 1},
                                        {"find", FIND, 2, 1},    {"save/W=3", SAVE, 3, 1},
-                                       {"load/W=3", LOAD, 3, 1}};
+                                       {"load/W=3", LOAD, 3, 1}, {"export_model", EXPORT, 3, 1}};
 TEST_P(long_checkpoint_faults, stall, all_stalls, SECONDS(600) | NIGHT) { run_stall(row); }
 
 /* ---- a process is killed at a file call ------------------------------------------------------ */
