@@ -196,7 +196,9 @@ static const struct {
 
 /* Logits, loss and gradients of all golden models. Rows are uneven on two ranks, and one of four ranks
    has none. */
-TEST_P(llama, golden, passes, GLOO | SECONDS(120)) {
+TEST_P(llama, golden, passes,
+       GLOO | SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) |
+           (row->recompute ? AT_NIGHT(ASAN) : 0)) {
     static const char *const names[CASES] = {
         "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
         "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
