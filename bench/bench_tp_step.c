@@ -120,15 +120,15 @@ static double pass(mlp *m, int tp) {
     if (sequence) move(m->gather, m->full, m->x);
     gpt_linear_forward(m->h, in, m->w1, m->b1, R, D, F);
     for (int64_t i = 0; i < (int64_t)R * F; i++) m->h[i] = tanhf(m->h[i]);
-    gemm(GEMM_TRANS_B, R, D, F, m->h, F, m->w2, F, m->sum, D);
+    gemm_f32(GEMM_TRANS_B, R, D, F, m->h, F, m->w2, F, m->sum, D);
     move(tp ? m->scatter : NULL, out, m->sum);
     for (int64_t i = 0; i < (int64_t)(sequence ? m->rows : R) * D; i++) {
         loss += (double)out[i] * (double)out[i] / all;
         m->dy[i] = (float)(2 * (double)out[i] / all);
     }
     if (sequence) move(m->scatter_back, m->dfull, m->dy);
-    gemm(GEMM_TRANS_A | GEMM_ADD, D, F, R, dout, D, m->h, F, m->dw2, F);
-    gemm(0, R, F, D, dout, D, m->w2, F, m->dh, F);
+    gemm_f32(GEMM_TRANS_A | GEMM_ADD, D, F, R, dout, D, m->h, F, m->dw2, F);
+    gemm_f32(0, R, F, D, dout, D, m->w2, F, m->dh, F);
     for (int64_t i = 0; i < (int64_t)R * F; i++) m->dh[i] *= 1 - m->h[i] * m->h[i];
     gpt_linear_backward(m->sum, m->dw1, m->db1, m->dh, in, m->w1, R, D, F);
     move(tp ? m->gather_back : NULL, dx, m->sum);

@@ -185,8 +185,8 @@ static inline void gemm_panel(int k, int m, int cols, const float *a, ptrdiff_t 
 
 /* c(m, n) = or += op(a)(m, k) * op(b)(k, n); row major, ldx is the distance of two rows of x as it
    is stored. Uses 12 to 22 KiB of stack. */
-static inline void gemm(int flags, int m, int n, int k, const float *a, int lda, const float *b,
-                        int ldb, float *c, int ldc) {
+static inline void gemm_f32(int flags, int m, int n, int k, const float *a, int lda, const float *b,
+                            int ldb, float *c, int ldc) {
 #ifdef GEMM_BLAS
     cblas_sgemm(CblasRowMajor, flags & GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
                 flags & GEMM_TRANS_B ? CblasTrans : CblasNoTrans, m, n, k, 1.0f, a, lda, b, ldb,

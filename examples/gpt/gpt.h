@@ -19,7 +19,7 @@
 #ifndef GPT_H
 #define GPT_H
 
-#include "examples/common/gemm.h" // gemm, gemm_sum, gemm_dot, gemm_max, gemm_exp
+#include "examples/common/gemm.h" // gemm_f32, gemm_sum, gemm_dot, gemm_max, gemm_exp
 
 #include <math.h>   // sqrtf, logf
 #include <stddef.h> // size_t, ptrdiff_t
@@ -123,14 +123,14 @@ static inline void gpt_embed_specs(const gpt_config *cfg,
 static inline void gpt_linear_forward(float *out, const float *x, const float *w, const float *bias,
                                       int BT, int IC, int OC) {
     for (int i = 0; i < BT; i++) memcpy(out + (ptrdiff_t)i * OC, bias, (size_t)OC * sizeof *out);
-    gemm(GEMM_TRANS_B | GEMM_ADD, BT, OC, IC, x, IC, w, IC, out, OC);
+    gemm_f32(GEMM_TRANS_B | GEMM_ADD, BT, OC, IC, x, IC, w, IC, out, OC);
 }
 
 /* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) += dout^T * x;  dbias(OC) += columns of dout */
 static inline void gpt_linear_backward(float *dx, float *dw, float *dbias, const float *dout,
                                        const float *x, const float *w, int BT, int IC, int OC) {
-    gemm(0, BT, IC, OC, dout, OC, w, IC, dx, IC);
-    gemm(GEMM_TRANS_A | GEMM_ADD, OC, IC, BT, dout, OC, x, IC, dw, IC);
+    gemm_f32(0, BT, IC, OC, dout, OC, w, IC, dx, IC);
+    gemm_f32(GEMM_TRANS_A | GEMM_ADD, OC, IC, BT, dout, OC, x, IC, dw, IC);
     for (int i = 0; i < BT; i++) {
         const float *row = dout + (ptrdiff_t)i * OC;
         for (int o = 0; o < OC; o++) dbias[o] += row[o];
@@ -247,7 +247,7 @@ static inline void gpt_attention_forward(float *out, float *att, const float *qk
             const int rows = T - t0 < GPT_ATT_ROWS ? T - t0 : GPT_ATT_ROWS;
             const int cols = t0 + rows;
             float *p = att + ((ptrdiff_t)bh * T + t0) * T; // (rows, cols), rows T apart
-            gemm(GEMM_TRANS_B, rows, cols, S, q + (ptrdiff_t)t0 * 3 * C, 3 * C, k, 3 * C, p,
+            gemm_f32(GEMM_TRANS_B, rows, cols, S, q + (ptrdiff_t)t0 * 3 * C, 3 * C, k, 3 * C, p,
                        T);
             for (int r = 0; r < rows; r++) {
                 float *pr = p + (ptrdiff_t)r * T;
@@ -258,7 +258,7 @@ static inline void gpt_attention_forward(float *out, float *att, const float *qk
                 for (int j = 0; j < seen; j++) pr[j] *= norm;
                 for (int j = seen; j < cols; j++) pr[j] = 0.0f; // the future inside the group
             }
-            gemm(0, rows, S, cols, p, T, v, 3 * C, y + (ptrdiff_t)t0 * C, C);
+            gemm_f32(0, rows, S, cols, p, T, v, 3 * C, y + (ptrdiff_t)t0 * C, C);
         }
     }
 }
@@ -281,8 +281,8 @@ static inline void gpt_attention_backward(float *dqkv, float *datt, const float 
             const int cols = t0 + rows;
             const float *p = att + ((ptrdiff_t)bh * T + t0) * T; // (rows, cols), rows T apart
             const float *dy0 = dy + (ptrdiff_t)t0 * C;
-            gemm(GEMM_TRANS_B, rows, cols, S, dy0, C, v, 3 * C, datt, T);
-            gemm(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, p, T, dy0, C, dv, 3 * C);
+            gemm_f32(GEMM_TRANS_B, rows, cols, S, dy0, C, v, 3 * C, datt, T);
+            gemm_f32(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, p, T, dy0, C, dv, 3 * C);
             // datt becomes the gradient of the scaled scores: zero where p is zero
             for (int r = 0; r < rows; r++) {
                 float *dr = datt + (ptrdiff_t)r * T;
@@ -290,8 +290,8 @@ static inline void gpt_attention_backward(float *dqkv, float *datt, const float 
                 const float mean = gemm_dot(pr, dr, cols);
                 for (int j = 0; j < cols; j++) dr[j] = pr[j] * (dr[j] - mean) * scale;
             }
-            gemm(0, rows, S, cols, datt, T, k, 3 * C, dq + (ptrdiff_t)t0 * 3 * C, 3 * C);
-            gemm(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, datt, T, q + (ptrdiff_t)t0 * 3 * C,
+            gemm_f32(0, rows, S, cols, datt, T, k, 3 * C, dq + (ptrdiff_t)t0 * 3 * C, 3 * C);
+            gemm_f32(GEMM_TRANS_A | GEMM_ADD, cols, S, rows, datt, T, q + (ptrdiff_t)t0 * 3 * C,
                        3 * C, dk, 3 * C);
         }
     }
@@ -495,15 +495,15 @@ static inline void gpt_head_forward(const gpt_config *cfg, float *const *w, gpt_
     const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
     gpt_layernorm_forward(acts->lnf, acts->lnf_mean, acts->lnf_rstd, x, w[GPT_LNFW], w[GPT_LNFB],
                           BT, C);
-    gemm(GEMM_TRANS_B, BT, V, C, acts->lnf, C, w[GPT_WTE], C, acts->logits, V);
+    gemm_f32(GEMM_TRANS_B, BT, V, C, acts->lnf, C, w[GPT_WTE], C, acts->logits, V);
 }
 
 /* acts->dx(B, T, C) = gradient of x from that of the logits; g += */
 static inline void gpt_head_backward(const gpt_config *cfg, float *const *w, float *const *g,
                                      gpt_acts *acts, const float *x) {
     const int BT = cfg->batch * cfg->context, C = cfg->channels, V = cfg->vocab;
-    gemm(0, BT, C, V, acts->logits, V, w[GPT_WTE], C, acts->d1, C);
-    gemm(GEMM_TRANS_A | GEMM_ADD, V, C, BT, acts->logits, V, acts->lnf, C, g[GPT_WTE], C);
+    gemm_f32(0, BT, C, V, acts->logits, V, w[GPT_WTE], C, acts->d1, C);
+    gemm_f32(GEMM_TRANS_A | GEMM_ADD, V, C, BT, acts->logits, V, acts->lnf, C, g[GPT_WTE], C);
     gpt_layernorm_backward(acts->dx, 0, g[GPT_LNFW], g[GPT_LNFB], acts->d1, x, w[GPT_LNFW],
                            acts->lnf_mean, acts->lnf_rstd, BT, C);
 }

@@ -217,7 +217,7 @@ static inline gpt_operand gpt_matrix(const E *data, int row, long long matrix = 
     return x;
 }
 
-/* c(m, n) = or += op(a)(m, k) * op(b)(k, n), `count` times; flags as in gemm. cuBLAS counts
+/* c(m, n) = or += op(a)(m, k) * op(b)(k, n), `count` times; flags as in gemm_f32. cuBLAS counts
    by columns: it computes the transposed product, b first. */
 static void gpt_cuda_matmul(gpt_cuda *gpu, int flags, int m, int n, int k, gpt_operand a,
                             gpt_operand b, gpt_operand c, int count) {

@@ -331,7 +331,7 @@ static void tp_embed_pointers(const trainer *t, int grads, float **w) {
 /* out(R, OC) = x(R, IC) w(OC, IC)^T, without a bias: addends of the tp ranks */
 static void tp_addends(float *out, const float *x, const float *w, int R, int IC, int OC) {
     memset(out, 0, (size_t)R * (size_t)OC * sizeof *out);
-    if (IC) gemm(GEMM_TRANS_B | GEMM_ADD, R, OC, IC, x, IC, w, IC, out, OC);
+    if (IC) gemm_f32(GEMM_TRANS_B | GEMM_ADD, R, OC, IC, x, IC, w, IC, out, OC);
 }
 
 /* x_out(r, C) = x(r, C) + bias(C) + sum(r, C) */
@@ -408,8 +408,8 @@ static void tp_logits(const trainer *t, const gpt_config *cfg) {
     }
     tp_norm(t, s->lnf, s->lnf_mean, s->lnf_rstd, tp_x(t, cfg->layers), we[GPT_LNFW], we[GPT_LNFB]);
     if (s->vocab)
-        gemm(GEMM_TRANS_B, s->tokens, s->vocab, cfg->channels, s->lnf, cfg->channels,
-                   we[GPT_WTE], cfg->channels, s->logits, s->vocab);
+        gemm_f32(GEMM_TRANS_B, s->tokens, s->vocab, cfg->channels, s->lnf, cfg->channels,
+                 we[GPT_WTE], cfg->channels, s->logits, s->vocab);
     fsdp_post_forward(t->embed);
     fsdp_post_forward(s->rest);
 }
@@ -445,8 +445,8 @@ static void tp_bias_backward(float *bias, const float *dx, int r, int C) {
 static void tp_product_backward(float *dx, float *dw, const float *dout, const float *x,
                                 const float *w, int R, int IC, int OC) {
     if (!IC) return;
-    gemm(GEMM_TRANS_A | GEMM_ADD, OC, IC, R, dout, OC, x, IC, dw, IC);
-    gemm(0, R, IC, OC, dout, OC, w, IC, dx, IC);
+    gemm_f32(GEMM_TRANS_A | GEMM_ADD, OC, IC, R, dout, OC, x, IC, dw, IC);
+    gemm_f32(0, R, IC, OC, dout, OC, w, IC, dx, IC);
 }
 
 /* Behind a linear layer that was cut by columns: its addends of dx, summed and cut by tokens. */
@@ -500,8 +500,8 @@ static void tp_head_backward(const trainer *t, float *const *w, float *const *g)
                                   s->row_max, s->row_sums, s->dout);
     memset(s->wide, 0, (size_t)R * (size_t)C * sizeof(float));
     if (V) {
-        gemm(0, R, C, V, s->logits, V, w[GPT_WTE], C, s->wide, C);
-        gemm(GEMM_TRANS_A | GEMM_ADD, V, C, R, s->logits, V, s->lnf, C, g[GPT_WTE], C);
+        gemm_f32(0, R, C, V, s->logits, V, w[GPT_WTE], C, s->wide, C);
+        gemm_f32(GEMM_TRANS_A | GEMM_ADD, V, C, R, s->logits, V, s->lnf, C, g[GPT_WTE], C);
     }
     (void)fsdp_redistribute(s->gather_grad, s->d1, s->wide);
     gpt_layernorm_backward(s->dx, 0, g[GPT_LNFW], g[GPT_LNFB], s->d1, tp_x(t, t->cfg.layers),

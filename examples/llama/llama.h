@@ -19,7 +19,7 @@
 #ifndef LLAMA_H
 #define LLAMA_H
 
-#include "examples/common/gemm.h" // gemm, gemm_sum, gemm_dot, gemm_max, gemm_exp
+#include "examples/common/gemm.h" // gemm_f32, gemm_sum, gemm_dot, gemm_max, gemm_exp
 
 #include <math.h>   // sqrtf, powf, cosf, sinf, logf, log
 #include <stddef.h> // size_t, ptrdiff_t
@@ -339,8 +339,8 @@ static inline void llama_attention_forward(const llama_config *c, const llama_ac
         for (int t0 = 0; t0 < T; t0 += LLAMA_ATT_ROWS) {
             const int rows = T - t0 < LLAMA_ATT_ROWS ? T - t0 : LLAMA_ATT_ROWS, cols = t0 + rows;
             const ptrdiff_t group_q = at_q + (ptrdiff_t)t0 * q_row;
-            gemm(GEMM_TRANS_B, rows, cols, D, kept->q + group_q, q_row, kept->k + at_kv, kv_row,
-                 a->att, T);
+            gemm_f32(GEMM_TRANS_B, rows, cols, D, kept->q + group_q, q_row, kept->k + at_kv, kv_row,
+                     a->att, T);
             for (int r = 0; r < rows; r++) {
                 float *p = a->att + (ptrdiff_t)r * T;
                 const int seen = t0 + r + 1;
@@ -351,7 +351,8 @@ static inline void llama_attention_forward(const llama_config *c, const llama_ac
                 for (int j = 0; j < seen; j++) p[j] *= norm;
                 for (int j = seen; j < cols; j++) p[j] = 0.0f; // later positions of the group
             }
-            gemm(0, rows, D, cols, a->att, T, kept->v + at_kv, kv_row, kept->o + group_q, q_row);
+            gemm_f32(0, rows, D, cols, a->att, T, kept->v + at_kv, kv_row, kept->o + group_q,
+                     q_row);
         }
     }
 }
@@ -375,8 +376,8 @@ static inline void llama_attention_backward(const llama_config *c, const llama_a
             const ptrdiff_t group_q = at_q + (ptrdiff_t)t0 * q_row;
             const float *q = kept->q + group_q, *dy = dout + group_q;
             const float *lse = kept->lse + (ptrdiff_t)bh * T + t0;
-            gemm(GEMM_TRANS_B, rows, cols, D, q, q_row, k, kv_row, prob, T);
-            gemm(GEMM_TRANS_B, rows, cols, D, dy, q_row, v, kv_row, dprob, T);
+            gemm_f32(GEMM_TRANS_B, rows, cols, D, q, q_row, k, kv_row, prob, T);
+            gemm_f32(GEMM_TRANS_B, rows, cols, D, dy, q_row, v, kv_row, dprob, T);
             for (int r = 0; r < rows; r++) {
                 float *p = prob + (ptrdiff_t)r * T, *d = dprob + (ptrdiff_t)r * T;
                 const int seen = t0 + r + 1;
@@ -386,9 +387,11 @@ static inline void llama_attention_backward(const llama_config *c, const llama_a
                 const float mean = gemm_dot(p, d, cols);
                 for (int j = 0; j < cols; j++) d[j] = p[j] * (d[j] - mean) * scale;
             }
-            gemm(GEMM_TRANS_A | GEMM_ADD, cols, D, rows, prob, T, dy, q_row, a->dv + at_kv, kv_row);
-            gemm(0, rows, D, cols, dprob, T, k, kv_row, a->dq + group_q, q_row);
-            gemm(GEMM_TRANS_A | GEMM_ADD, cols, D, rows, dprob, T, q, q_row, a->dk + at_kv, kv_row);
+            gemm_f32(GEMM_TRANS_A | GEMM_ADD, cols, D, rows, prob, T, dy, q_row, a->dv + at_kv,
+                     kv_row);
+            gemm_f32(0, rows, D, cols, dprob, T, k, kv_row, a->dq + group_q, q_row);
+            gemm_f32(GEMM_TRANS_A | GEMM_ADD, cols, D, rows, dprob, T, q, q_row, a->dk + at_kv,
+                     kv_row);
         }
     }
 }
@@ -399,7 +402,7 @@ static inline void llama_attention_backward(const llama_config *c, const llama_a
 static inline void llama_low(const llama_acts *a, float *low, const float *x, const llama_param *A,
                              int N, int in) {
     const int R = a->desc.rank;
-    gemm(GEMM_TRANS_B, N, R, in, x, in, (const float *)A->w, in, low, R);
+    gemm_f32(GEMM_TRANS_B, N, R, in, x, in, (const float *)A->w, in, low, R);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)N * R; i++) low[i] *= a->desc.lora_scale;
 }
 
@@ -415,12 +418,12 @@ static inline void llama_linear_forward(const llama_config *c, llama_acts *a,
         for (int i = 0; i < N; i++) memcpy(y + (ptrdiff_t)i * out, b, (size_t)out * sizeof *y);
         add = GEMM_ADD;
     }
-    gemm(GEMM_TRANS_B | add, N, out, in, x, in, llama_floats(a, w, 0, (int64_t)out * in), in, y,
-         out);
+    gemm_f32(GEMM_TRANS_B | add, N, out, in, x, in, llama_floats(a, w, 0, (int64_t)out * in), in, y,
+             out);
     if (!A->w) return;
     const int R = a->desc.rank;
     llama_low(a, a->low, x, A, N, in);
-    gemm(GEMM_TRANS_B | GEMM_ADD, N, out, R, a->low, R, (const float *)B->w, R, y, out);
+    gemm_f32(GEMM_TRANS_B | GEMM_ADD, N, out, R, a->low, R, (const float *)B->w, R, y, out);
 }
 
 /* dx(N, in) = or += the gradient from dy(N, out); gradients of parameters that are not frozen += */
@@ -430,9 +433,9 @@ static inline void llama_linear_backward(const llama_config *c, llama_acts *a,
     int in, out = llama_matrix_size(c, matrix, &in);
     const llama_param *w = &layer->p[LLAMA_W + matrix], *bias = &layer->p[LLAMA_BIAS + matrix];
     const llama_param *A = &layer->p[LLAMA_A + matrix], *B = &layer->p[LLAMA_B + matrix];
-    gemm(add ? GEMM_ADD : 0, N, in, out, dy, out, llama_floats(a, w, 0, (int64_t)out * in), in, dx,
-         in);
-    if (w->g) gemm(GEMM_TRANS_A | GEMM_ADD, out, in, N, dy, out, x, in, w->g, in);
+    gemm_f32(add ? GEMM_ADD : 0, N, in, out, dy, out, llama_floats(a, w, 0, (int64_t)out * in), in,
+             dx, in);
+    if (w->g) gemm_f32(GEMM_TRANS_A | GEMM_ADD, out, in, N, dy, out, x, in, w->g, in);
     for (int i = 0; bias->g && i < N; i++) {
         const float *row = dy + (ptrdiff_t)i * out;
         for (int j = 0; j < out; j++) bias->g[j] += row[j];
@@ -440,11 +443,11 @@ static inline void llama_linear_backward(const llama_config *c, llama_acts *a,
     if (!A->w) return;
     const int R = a->desc.rank;
     llama_low(a, a->low, x, A, N, in);
-    gemm(0, N, R, out, dy, out, (const float *)B->w, R, a->dlow, R);
+    gemm_f32(0, N, R, out, dy, out, (const float *)B->w, R, a->dlow, R);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)N * R; i++) a->dlow[i] *= a->desc.lora_scale;
-    if (B->g) gemm(GEMM_TRANS_A | GEMM_ADD, out, R, N, dy, out, a->low, R, B->g, R);
-    if (A->g) gemm(GEMM_TRANS_A | GEMM_ADD, R, in, N, a->dlow, R, x, in, A->g, in);
-    gemm(GEMM_ADD, N, in, R, a->dlow, R, (const float *)A->w, in, dx, in);
+    if (B->g) gemm_f32(GEMM_TRANS_A | GEMM_ADD, out, R, N, dy, out, a->low, R, B->g, R);
+    if (A->g) gemm_f32(GEMM_TRANS_A | GEMM_ADD, R, in, N, a->dlow, R, x, in, A->g, in);
+    gemm_f32(GEMM_ADD, N, in, R, a->dlow, R, (const float *)A->w, in, dx, in);
 }
 
 /* ---- SwiGLU ---------------------------------------------------------------------------------- */
@@ -597,11 +600,11 @@ static inline void llama_head_products(const llama_config *c, llama_acts *a,
         const int count = V - v < most ? V - v : most;
         const float *w = llama_floats(a, head, (int64_t)v * C, (int64_t)count * C);
         float *logits = a->logits + v;
-        if (back) gemm(v ? GEMM_ADD : 0, rows, C, count, logits, V, w, C, dh, C);
-        else gemm(GEMM_TRANS_B, rows, count, C, h, C, w, C, logits, V);
+        if (back) gemm_f32(v ? GEMM_ADD : 0, rows, C, count, logits, V, w, C, dh, C);
+        else gemm_f32(GEMM_TRANS_B, rows, count, C, h, C, w, C, logits, V);
     }
     if (back && head->g) {
-        gemm(GEMM_TRANS_A | GEMM_ADD, V, C, rows, a->logits, V, h, C, head->g, C);
+        gemm_f32(GEMM_TRANS_A | GEMM_ADD, V, C, rows, a->logits, V, h, C, head->g, C);
     }
 }
 

@@ -32,7 +32,7 @@ static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
     float *was = (float *)malloc(c_numel * sizeof *was);
     CHECK(was != NULL);
     memcpy(was, c, c_numel * sizeof *was);
-    gemm(flags, m, n, k, a, lda, b, ldb, c, ldc);
+    gemm_f32(flags, m, n, k, a, lda, b, ldb, c, ldc);
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < ldc; j++) {
             double sum = (double)was[i * ldc + j];
@@ -58,8 +58,8 @@ static void check_matmul(int flags, int m, int n, int k, uint64_t *state) {
 }
 
 TEST(gpt_math, matmul) {
-    static const int sizes[][3] = {{1, 1, 1},   {6, 16, 8},   {5, 15, 3},    {7, 17, 129},
-                                   {48, 33, 8}, {12, 32, 40}, {400, 18, 20}, {13, 50, 300},
+    static const int sizes[][3] = {{1, 1, 1},    {6, 16, 8},     {5, 15, 3},    {7, 17, 129},
+                                   {48, 33, 8},  {12, 32, 40},   {400, 18, 20}, {13, 50, 300},
                                    {7, 70, 701}, {391, 35, 1289}};
     uint64_t state = h_seed();
     for (int flags = 0; flags < 8; flags++) {
