@@ -542,7 +542,7 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
     }
 }
 /* PyTorch: test_fully_shard_init.py test_shard_tensor_parameters. Done: shapes and contents are
-   those of torch.chunk, also with a shared linear, before and after two steps. A parameter has no
+   those of PyTorch's chunk, also with a shared linear, before and after two steps. A parameter has no
    strides, and no mesh of its own. */
 TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
 
