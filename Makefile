@@ -193,7 +193,7 @@ $(BUILD)/libfsdp.so: $(BUILD)/libfsdp.o $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) -shared -Wl,-soname,libfsdp.so.$(ABI) -o $@.$(VERSION) $< $(LDFLAGS) \
 	    -Wl,--exclude-libs,ALL -pthread $(LDLIBS) -lm
 	$Qln -sf $(@F).$(VERSION) $@.$(ABI) && ln -sf $(@F).$(ABI) $@
-$(BUILD)/torch/test_torch: tests/torch/test_torch.cpp $(BUILD)/tests/library.a Makefile | $(BUILD)/torch
+$(BUILD)/torch/modules: tests/torch/modules.cpp $(BUILD)/tests/library.a Makefile | $(BUILD)/torch
 	@echo "  CXX $@"
 	$Q$(TORCH_CXX) -Itests -O0 -g1 -o $@ $< $(BUILD)/tests/library.a $(LDFLAGS) $(TORCH_LIBS) -pthread -lm
 $(BUILD)/torch/train_gpt: examples/libtorch/train_gpt.cpp $(BUILD)/libfsdp.a Makefile | $(BUILD)/torch
@@ -309,9 +309,9 @@ torch: ## the tests of fsdp_torch.h, where a LibTorch is: the Python package tor
 ifeq ($(TORCH),)
 	@echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"
 else
-	@$(SUBMAKE) $(BUILD)/torch/test_torch $(BUILD)/torch/train_gpt tools/fsdpck $(FSDPRUN)
-	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/test_torch \
-	    tests/torch/test_torch_export.py
+	@$(SUBMAKE) $(BUILD)/torch/modules $(BUILD)/torch/train_gpt tools/fsdpck $(FSDPRUN)
+	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/modules \
+	    tests/torch/export.py
 endif
 slurm: $(FSDPRUN) gloo ## programs under a real Slurm and mpirun, on three "hosts"; installs what it needs
 	@test $(DEPS) = no || tools/deps.sh slurm

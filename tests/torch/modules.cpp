@@ -1,4 +1,4 @@
-/* test_torch.cpp - fsdp_torch.h: modules of LibTorch as units (make torch)
+/* modules.cpp - fsdp_torch.h: modules of LibTorch as units (make torch)
    The expected results are those of plain LibTorch in the same process, with the batches of all
    ranks. Ranks are processes, forked before they use torch.
 

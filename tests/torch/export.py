@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""test_torch_export.py - the module in Python that has the names of examples/libtorch/train_gpt.cpp
+"""export.py - the module in Python that has the names of examples/libtorch/train_gpt.cpp
 loads the checkpoint of three ranks of it strictly, by fsdpck export, and continues its training.
 Run by make torch; TORCH is the folder of the package torch."""
 import glob
