@@ -372,8 +372,9 @@ def test_make_install():
     sh(f"{prefix}/bin/fsdprun -n 2 ./hello", env=CLEAN)
     trains()
     documents(f"{prefix}/share/doc/fsdp")
-    everything = "".join(f"#include <{name}>\n" for name in sorted(os.listdir(f"{prefix}/include/fsdp"))
-                         if name.endswith(".h"))
+    headers = sorted(os.listdir(f"{prefix}/include/fsdp"))
+    check({"fsdp.hpp", "fsdp_torch.h"} < set(headers), headers)
+    everything = "".join(f"#include <{name}>\n" for name in headers if name.endswith(".h") and name != "fsdp_torch.h")
     check(everything.count("\n") == 10, everything)
     sh(f"{CC} -std=c99 {flags.strip()} -DFSDP_IMPLEMENTATION -fsyntax-only -x c - <<'E'\n{everything}E",
        env=CLEAN)
