@@ -41,7 +41,7 @@
 
 In a document, ```cpp is a whole program of fsdp.hpp if it has a main(), else statements as below.
 ```c is a whole program if it has a main(), else statements, compiled inside a
-function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
+function that knows the names in FRAGMENT. ```c file is compiled at file scope, a sketch is not.
 A program is also an indented block with a main() in the first comment of a header.
 """
 import fnmatch
@@ -269,8 +269,8 @@ def blocks():
         for m in re.finditer(r"^```c\b *(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
             kind = m.group(1) or ("program" if re.search(r"\bmain\(", m.group(2)) else "fragment")
             yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", kind, m.group(2)
-        for m in re.finditer(r"^```cpp[^\n]*\n(.*?)^```", text, re.M | re.S):
-            yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", "cpp", m.group(1)
+        for m in re.finditer(r"^```cpp *(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
+            yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", m.group(1) or "cpp", m.group(2)
     for path in HEADERS + IN_CXX:
         comment = "\n".join(lines_of(path)).split("*/")[0].split("\n")
         start = None
