@@ -978,12 +978,14 @@ typedef struct fsdp_flat {
    Collective  as fsdp_model_commit at the first use, then no      Allocates as commit */
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
-/* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed
+/* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed, unless
+     it comes before the first commit
    full        host memory, the parameter's shape and dtype, row-major. You may free it afterwards
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, or holds gradients that are
                not reduced), OUT_OF_MEMORY
    Before the first commit   it does not commit: the rows wait in host memory, and fsdp_fully_shard
-               may add units. So a model is built with the memory of its shards and one unit
+               may add units. So a model is built with the memory of its shards and one unit; the
+               first commit needs up to twice the shards
    Collective  no      Allocates before the first commit: the shard of this parameter
    Blocks      on GPUs until the rows are copied, at most timeout_ms
    Source      torch: distribute_tensor, set_model_state_dict */

@@ -194,6 +194,7 @@ using plan_desc = zeroed<fsdp_plan_desc>;
 using grad_scaler_desc = zeroed<fsdp_grad_scaler_desc>;
 using checkpoint_desc = zeroed<fsdp_checkpoint_desc>;
 using checkpoint_load_desc = zeroed<fsdp_checkpoint_load_desc>;
+using checkpoint_export_desc = zeroed<fsdp_checkpoint_export_desc>;
 using adamw_desc = with_defaults<fsdp_adamw_desc, fsdp_adamw_defaults>;
 using sgd_desc = with_defaults<fsdp_sgd_desc, fsdp_sgd_defaults>;
 using muon_desc = with_defaults<fsdp_muon_desc, fsdp_muon_defaults>;
@@ -416,8 +417,9 @@ class world {
        Result      that of fsdp_shutdown, for main; FSDP_OK if it has ended */
     fsdp_status close() noexcept {
         if (!state_ || !state_->handle) return FSDP_OK;
-        fsdp_world *const handle = std::exchange(state_->handle, nullptr);
-        const fsdp_status status = owns_ ? fsdp_shutdown(handle) : FSDP_OK;
+        // Callbacks that the end makes may still use what was made from it.
+        const fsdp_status status = owns_ ? fsdp_shutdown(state_->handle) : FSDP_OK;
+        state_->handle = nullptr;
         state_->log.reset();
         return status;
     }
@@ -627,7 +629,8 @@ class unit : public setters<unit> {
        set_all_reduce_hook       f(void *data, int64_t numel, fsdp_dtype dtype, void *stream)
        set_post_accumulate_hook  f(const param_view &view, void *stream)
        set_custom_...            f(const fsdp_comm_ops *, fsdp_comm *, const fsdp_coll *)
-       set_unit_callback         f(bool readable), on the calling thread
+       set_unit_callback         f(bool readable), on the calling thread; returns nothing, and must
+                                 not set another callback of its unit
        Throws      error, std::bad_alloc */
     template <class F> void set_all_reduce_hook(F f) const {
         fsdp_all_reduce_hook thunk = nullptr;
@@ -1183,6 +1186,11 @@ class checkpoint : public detail::made<fsdp_checkpoint, fsdp_checkpoint_destroy>
         const fsdp_status status = fsdp_checkpoint_load(get(), path.c_str(), &desc);
         function.rethrow();
         check(status);
+    }
+    // export_model - as fsdp_checkpoint_export_model: collective. Throws error
+    void export_model(const std::string &out,
+                      const fsdp_checkpoint_export_desc &desc = checkpoint_export_desc()) {
+        check(fsdp_checkpoint_export_model(get(), out.c_str(), &desc));
     }
     fsdp_checkpoint_report last_report() const {
         fsdp_checkpoint_report out{};

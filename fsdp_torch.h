@@ -197,8 +197,8 @@ struct State : torch::CustomClassHolder {
         p.value.mutable_grad() = Tensor();
         p.value.set_data(p.memory.open(p.value.sizes(), options));
     }
-    void pre_forward() {
-        follow_stream();
+    void pre_forward();
+    void check_params() {
         for (size_t i = 0; unit && i < params.size(); i++) {
             Param &p = params[i];
             if (p.value.storage().unsafeGetStorageImpl() != p.memory.storage.unsafeGetStorageImpl())
@@ -214,7 +214,6 @@ struct State : torch::CustomClassHolder {
             if (type_of(fsdp_data_dtype(unit, int(i))) != p.value.scalar_type()) bind(i); // cast
             used_trainable |= p.trainable;
         }
-        call(fsdp_pre_forward);
     }
     void pre_backward() {
         if (at::GradMode::is_enabled())
@@ -265,6 +264,7 @@ struct Modules {
     std::vector<Ref> units;
     std::unordered_set<c10::TensorImpl *> taken; // the parameters of all units
     std::vector<Tensor> shards;                  // by ordinal
+    Tensor lent;                                 // the first of them that has got a gradient
 
     static Modules &of(fsdp_model *model) {
         static const char *const name = "fsdp_torch";
@@ -277,6 +277,17 @@ struct Modules {
         check(fsdp_model_world(model), fsdp_attach(model, &e));
         return *made.release();
     }
+    // zero_grad of an optimizer over shards() leaves their gradients undefined: the library forgets
+    // them, too, before it adds the next ones.
+    static void forget_dropped(fsdp_model *model) {
+        Modules &m = of(model);
+        if (!m.lent.defined() || m.lent.grad().defined()) return;
+        m.lent = Tensor();
+        fsdp_param_view v = FSDP_ZERO;
+        while (fsdp_next_param(model, &v))
+            if (!m.shards[size_t(v.ordinal)].grad().defined())
+                check(fsdp_model_world(model), fsdp_set_grad_none(v.unit, v.index));
+    }
     ~Modules() { // the model ends
         for (const Ref &s : units) {
             if (fsdp_world_status(s->world)) (void)fsdp_model_reset(s->model); // ends readability
@@ -285,6 +296,13 @@ struct Modules {
         }
     }
 };
+
+inline void State::pre_forward() {
+    if (unit) Modules::forget_dropped(model);
+    follow_stream();
+    check_params();
+    call(fsdp_pre_forward);
+}
 
 // Calls v with each tensor of x: a tensor, or a tuple, pair, array, vector or optional of such.
 template <class T, class = void> struct is_tuple : std::false_type {};
@@ -532,7 +550,8 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
             snprintf(
                 text, sizeof text,
                 "[E556] %sparameter '%s' of unit '%s' has memory only inside forward, "
-                "checkpoint and backward of its unit. fsdp_torch::shards has this rank's rows, "
+                "checkpoint and backward of its unit: run the module by fsdp_torch::forward(unit, "
+                "...). fsdp_torch::shards has this rank's rows, "
                 "also for optimizers; fsdp_param_full gathers it; fsdp_checkpoint_save saves "
                 "it; fsdp_model_cast changes its dtype",
                 w == &p.memory ? "" : "the gradient of ", p.name.c_str(), label_of(name));
@@ -658,6 +677,7 @@ template <class F, class... In> auto checkpoint(const Unit &unit, F f, In... in)
 inline void backward(fsdp_model *model, const Tensor &loss, const Tensor &gradient = {},
                      bool retain_graph = false) {
     fsdp_world *const world = fsdp_model_world(model);
+    detail::Modules::forget_dropped(model);
     detail::check(world, fsdp_set_is_last_backward(model, !retain_graph));
     try {
         loss.backward(gradient, retain_graph);
@@ -671,8 +691,8 @@ inline void backward(fsdp_model *model, const Tensor &loss, const Tensor &gradie
    is the gradient of the last fsdp_finalize_backward, undefined if there is none
    Note        the same tensors in each call, so that torch::optim may keep them. Call it before
                each step of an optimizer: it waits until nothing reads the shards, and renews
-               grad(). After the step call fsdp_params_changed and fsdp_zero_grad. Frozen ones are
-               included, without requires_grad
+               grad(). After the step call fsdp_params_changed, and fsdp_zero_grad or the
+               optimizer's zero_grad. Frozen ones are included, without requires_grad
    Throws      error: failures of fsdp_model_commit and fsdp_params_writable
    Collective  as fsdp_params_writable      Source torch: FSDPModule.parameters */
 inline std::vector<Tensor> shards(fsdp_model *model) {
@@ -686,6 +706,8 @@ inline std::vector<Tensor> shards(fsdp_model *model) {
                             ? at::Device(at::kCPU)
                             : Modules::of(model).units.at(0)->params[0].value.device();
     std::vector<Tensor> &list = Modules::of(model).shards;
+    Tensor &lent = Modules::of(model).lent;
+    lent = Tensor();
     list.resize(size_t(fsdp_num_params(model)));
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(model, &v)) {
@@ -701,6 +723,7 @@ inline std::vector<Tensor> shards(fsdp_model *model) {
         }
         t.set_requires_grad(v.requires_grad);
         t.mutable_grad() = v.shard_grad ? view(v.shard_grad, v.grad_dtype) : Tensor();
+        if (v.shard_grad && !lent.defined()) lent = t;
     }
     return list;
 }

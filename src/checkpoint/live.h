@@ -42,6 +42,7 @@ typedef struct fsdpi_ck_live {
     int64_t num, header_bytes, data_bytes;
     int32_t gathered;  // its ordinal; -1: none
     int32_t wanted;    // [release] ordinal that the worker waits for; -1: none
+    uint32_t failed;   // [release] 1: the world has failed, and gathers no more
     struct {
         void *file; // NULL: none
         const char *path;
@@ -65,7 +66,7 @@ static int fsdpi_ck_live_want(fsdpi_ck_live *l, int32_t ordinal) {
     fsdpi_ck_ring(&w->to_caller);
     while (FSDPI_LOAD(&l->wanted) >= 0) {
         const uint32_t seen = FSDPI_LOAD(&w->to_worker);
-        if (FSDPI_LOAD(&l->ck->disk.left)) return EIO;
+        if (FSDPI_LOAD(&l->ck->disk.left) || FSDPI_LOAD(&l->failed)) return EIO;
         if (FSDPI_LOAD(&l->wanted) >= 0) fsdpi_futex_wait(&w->to_worker, seen, FSDPI_CK_NAP, 0);
     }
     return l->gathered == ordinal ? 0 : EIO; // the world has failed
@@ -267,18 +268,17 @@ static fsdp_status fsdpi_ck_live_serve(fsdpi_ck_live *l) {
     return status;
 }
 
-// Waits for the worker. If the world has failed, its next file call is its last one.
+// Waits for the worker. If the world has failed, it gets no parameter any more, and cleans up.
 static void fsdpi_ck_live_end(fsdpi_ck_live *l, int failed) {
     fsdp_checkpoint *ck = l->ck;
     fsdpi_ck_watch watch = {0, 0};
-    if (failed) FSDPI_STORE(&ck->disk.left, 1);
+    if (failed) FSDPI_STORE(&l->failed, 1u);
     fsdpi_ck_ring(&ck->worker.to_worker);
     while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
         fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
         fsdpi_ck_look(ck, &watch);
     }
     if (ck->hung) return;
-    FSDPI_STORE(&ck->disk.left, 0);
     fsdpi_ck_forget(&ck->disk);
 }
 
@@ -291,14 +291,14 @@ static fsdp_status fsdpi_ck_live_run(fsdpi_ck_live *l, const char *call) {
                          "one, or call fsdp_ema_swap around this call",
                          call);
     if (!mine) mine = fsdpi_ck_live_list_all(l, call);
-    if (!mine && !ck->rank) mine = fsdpi_ck_submit(ck, call, fsdpi_ck_live_job, l);
     fsdp_status status = fsdpi_ck_agree(ck->world, call, mine);
-    if (status) return status;
+    if (status) return status; // no worker has begun
+    if (!ck->rank) mine = fsdpi_ck_submit(ck, call, fsdpi_ck_live_job, l);
     status = fsdpi_ck_live_serve(l);
     if (ck->rank == 0) fsdpi_ck_live_end(l, status != FSDP_OK);
     if (status) return status;
     if (ck->hung) mine = fsdpi_ck_worker_status(ck, call);
-    else if (l->status) mine = fsdp_fail(ck->world, l->status, "%s", l->text);
+    else if (!mine && l->status) mine = fsdp_fail(ck->world, l->status, "%s", l->text);
     return fsdpi_ck_agree(ck->world, call, mine);
 }
 

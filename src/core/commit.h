@@ -214,7 +214,7 @@ static void fsdpi_early_free(fsdp_unit *u) {
 
 // Copies shards and reduced gradients from the blocks of the previous layout, if there is one, and
 // frees these blocks. A shard that was loaded before the first layout has its own buffer, which is
-// freed unit by unit: so only one unit's shards exist twice.
+// freed when its unit has moved.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {

@@ -142,6 +142,38 @@ static void refused(lab_rank *r) {
 }
 TEST(export_model, refused) { lab_run(2, NULL, refused, NULL); }
 
+/* Another rank than rank 0 refuses: rank 0 has begun nothing that could use freed memory. */
+static void one_refuses(lab_rank *r) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    rig x;
+    rig_open(&x, r);
+    for (int i = 0; i < 5; i++) {
+        d.ema = r->rank == 1;
+        CHECK_STATUS(fsdp_checkpoint_export_model(x.ck, x.live, &d), FSDP_ERR_INVALID_ARG);
+    }
+    CHECK(!ck_exists(x.live));
+    CALL(r->w, fsdp_checkpoint_export_model(x.ck, x.live, NULL));
+    CALL(r->w, fsdp_barrier(r->w));
+    CHECK_EQ_INT(ck_num_names(h_tmpdir()), 1); /* no temporary directory */
+}
+TEST(export_model, one_refuses) { lab_run(3, NULL, one_refuses, NULL); }
+
+/* The world fails while rank 0 writes: it removes what it has begun. */
+static int aborts(void *user, const char *name, char *out) {
+    fsdp_abort((fsdp_world *)user, "of the test");
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s", name);
+    return 1;
+}
+static void world_fails(lab_rank *r) {
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    rig x;
+    rig_open(&x, r);
+    d.rename = aborts, d.user = r->w;
+    CHECK(fsdp_checkpoint_export_model(x.ck, x.live, &d) != FSDP_OK);
+    if (r->rank == 0) CHECK_EQ_INT(ck_num_names(h_tmpdir()), 0);
+}
+TEST(export_model, world_fails) { lab_run(2, NULL, world_fails, NULL); }
+
 /* A rank's part of a tensor, as with tensor parallelism, cannot be exported alone. */
 static void halves(void *user, const fsdp_param_view *v, fsdp_checkpoint_place *place) {
     (void)user;

@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <sys/stat.h>
 #include <vector>
 
 /* ---- operator new, which counts, and fails on demand ------------------------------------------ */
@@ -617,6 +618,34 @@ static void layer_by_layer(lab_rank *r) {
     layers[1].set_unit_callback(nullptr);
     (void)layers[1].forward();
     CHECK_EQ_STR(seen.c_str(), "+0-0+1-1+2-2");
+    /* the end of the world closes a unit that is readable: its callback may use it */
+    const fsdp::unit last = layers[2];
+    bool named = false;
+    layers[2].set_reshard_after_forward(FSDP_RESHARD_NEVER);
+    layers[2].set_unit_callback([last, &named](bool) { named = last.name() == "h.2"; });
+    (void)layers[2].forward();
+    named = false;
+    fsdp::checkpoint checkpoint(model);
+    const std::string out = std::string(h_tmpdir()) + "/out";
+    layers[2].reshard();
+    checkpoint.export_model(out);
+    world.barrier();
+    struct stat st;
+    CHECK(!stat((out + "/model.safetensors").c_str(), &st));
+    CHECK(named);
+}
+/* The end of a world ends a unit that is readable: the lambda may still ask the unit. */
+TEST(hpp, callback_at_the_end_of_a_world) {
+    fsdp::world world;
+    fsdp::model model(world);
+    fsdp::unit unit = model.shard("h", {fsdp::mat("w", N, N)});
+    std::string seen;
+    unit.set_reshard_after_forward(FSDP_RESHARD_NEVER);
+    unit.set_unit_callback([unit, &seen](bool readable) { seen += unit.name() + "+-"[!readable]; });
+    (void)unit.forward();
+    CHECK_EQ_INT(world.close(), FSDP_OK);
+    CHECK_EQ_STR(seen.c_str(), "h+h-");
+    CHECK(!unit.get());
 }
 TEST(hpp, layer_by_layer, GLOO) { lab_run(2, nullptr, layer_by_layer, nullptr); }
 

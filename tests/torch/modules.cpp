@@ -370,7 +370,8 @@ static void optim_body(lab_rank *r) {
             }
             ours->step();
             CALL(r->w, fsdp_params_changed(m));
-            CALL(r->w, fsdp_zero_grad(m));
+            if (step % 2) ours->zero_grad(); /* leaves gradients undefined */
+            else CALL(r->w, fsdp_zero_grad(m));
         }
         for (int i = 0; i < (int)all.size(); i++) {
             fsdp_param_view v;
