@@ -565,7 +565,7 @@ def check_files_named(path):
 def check_names():
     """Names of the library in docs/architecture.md exist; so do the words in capital letters of the
     picture, which are steps, pools, streams and marks."""
-    code = "\n".join(code_of(path) for path in HEADERS + PARTS + PLAN + BACKENDS)
+    code = "\n".join(code_of(path) for path in HEADERS + IN_CXX + PARTS + PLAN + BACKENDS)
     names = set(re.findall(r"\w+", code))
     words = set()
     for path in PARTS + ["fsdp.h"]:
