@@ -1031,31 +1031,27 @@ class optimizer : public made<fsdp_optim, fsdp_optim_destroy> {
     int64_t nbytes() const { return fsdp_optim_nbytes(get()); }
 };
 
+// An optimizer whose parameters are in groups.
+template <class Desc, class Defaults,
+          fsdp_status (*Create)(fsdp_model *, const Desc *, fsdp_optim **)>
+class grouped : public optimizer {
+  public:
+    explicit grouped(const model &m, const Desc &desc = Defaults()) : optimizer(m) {
+        create(Create, desc);
+    }
+    template <class Group> grouped(const model &m, Desc desc, Group group) : optimizer(m) {
+        desc.user = keep(std::move(group)), desc.group = group_of<Group>;
+        create(Create, desc);
+    }
+};
+
 } // namespace detail
 
 /* adamw, sgd - as fsdp_adamw_create and fsdp_sgd_create: collective as a commit
    group       group(const param_view &) returns the group of a parameter; negative: leave it out
    Throws      error, std::bad_alloc; what group throws */
-class adamw : public detail::optimizer {
-  public:
-    explicit adamw(const model &m, const fsdp_adamw_desc &desc = adamw_desc()) : optimizer(m) {
-        create(fsdp_adamw_create, desc);
-    }
-    template <class Group> adamw(const model &m, fsdp_adamw_desc desc, Group group) : optimizer(m) {
-        desc.user = keep(std::move(group)), desc.group = detail::group_of<Group>;
-        create(fsdp_adamw_create, desc);
-    }
-};
-class sgd : public detail::optimizer {
-  public:
-    explicit sgd(const model &m, const fsdp_sgd_desc &desc = sgd_desc()) : optimizer(m) {
-        create(fsdp_sgd_create, desc);
-    }
-    template <class Group> sgd(const model &m, fsdp_sgd_desc desc, Group group) : optimizer(m) {
-        desc.user = keep(std::move(group)), desc.group = detail::group_of<Group>;
-        create(fsdp_sgd_create, desc);
-    }
-};
+using adamw = detail::grouped<fsdp_adamw_desc, adamw_desc, fsdp_adamw_create>;
+using sgd = detail::grouped<fsdp_sgd_desc, sgd_desc, fsdp_sgd_create>;
 
 /* muon - as fsdp_muon_create: collective
    take        take(const param_view &) returns what fsdp_muon_desc.take does. desc.group is NULL

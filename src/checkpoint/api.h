@@ -95,13 +95,8 @@ static void fsdpi_ck_free_all(fsdp_checkpoint *ck) {
 // checkpoint object ends.
 static void fsdpi_ck_end_of_model(void *user) {
     fsdp_checkpoint *ck = (fsdp_checkpoint *)user;
-    fsdpi_ck_watch watch = {0, 0};
     FSDPI_STORE(&ck->save.given_up, 1);
-    fsdpi_ck_ring(&ck->worker.to_worker);
-    while (!ck->hung && ck->worker.started && fsdpi_ck_is_busy(&ck->worker)) {
-        fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
-        fsdpi_ck_look(ck, &watch);
-    }
+    fsdpi_ck_await_alone(ck);
     fsdpi_ck_free_all(ck);
 }
 

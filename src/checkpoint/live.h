@@ -271,13 +271,8 @@ static fsdp_status fsdpi_ck_live_serve(fsdpi_ck_live *l) {
 // Waits for the worker. If the world has failed, it gets no parameter any more, and cleans up.
 static void fsdpi_ck_live_end(fsdpi_ck_live *l, int failed) {
     fsdp_checkpoint *ck = l->ck;
-    fsdpi_ck_watch watch = {0, 0};
     if (failed) FSDPI_STORE(&l->failed, 1u);
-    fsdpi_ck_ring(&ck->worker.to_worker);
-    while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
-        fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
-        fsdpi_ck_look(ck, &watch);
-    }
+    fsdpi_ck_await_alone(ck);
     if (ck->hung) return;
     fsdpi_ck_forget(&ck->disk);
 }

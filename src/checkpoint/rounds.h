@@ -151,6 +151,16 @@ static fsdp_status fsdpi_ck_await(fsdp_checkpoint *ck) {
     return status;
 }
 
+// Waits for the worker without rounds: the world has failed, or only this rank ends.
+static void fsdpi_ck_await_alone(fsdp_checkpoint *ck) {
+    fsdpi_ck_watch watch = {0, 0};
+    fsdpi_ck_ring(&ck->worker.to_worker);
+    while (!ck->hung && fsdpi_ck_is_busy(&ck->worker)) {
+        fsdpi_ck_nap(&ck->worker, FSDPI_CK_NAP);
+        fsdpi_ck_look(ck, &watch);
+    }
+}
+
 /* Runs one job of the worker, as a step of a phase. */
 static fsdp_status fsdpi_ck_run(fsdp_checkpoint *ck, const char *call, fsdpi_ck_job job,
                                 void *arg) {

@@ -3,7 +3,7 @@
    Hands jobs to the thread, one at a time. A job is a function with an argument. It uses files and
    memory that the caller has prepared, and neither the world nor the model.
    State: fsdpi_ck_worker: a job, and whether it is done.
-   Callers: save.h and api.h (fsdpi_ck_ring), rounds.h (fsdpi_ck_is_busy) and 2 other files.
+   Callers: save.h and rounds.h (fsdpi_ck_ring), api.h (fsdpi_ck_stop) and 2 other files.
 
    A part of fsdp_checkpoint.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_CHECKPOINT_H

@@ -317,8 +317,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     FSDPI_TRY(fsdpi_failed(unit->model->world));
     fsdpi_param *p = &unit->params[index];
     if (!full && p->lay.numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
-    if (!unit->model->laid_out && !unit->model->num_commits)
-        return fsdpi_load_early(unit, p, full);
+    if (!unit->model->num_commits) return fsdpi_load_early(unit, p, full);
     FSDPI_TRY(fsdpi_load(unit->model));
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
