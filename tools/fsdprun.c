@@ -812,8 +812,9 @@ static void look_for_silence(job *j, int node, long *heard_ms) {
              "-CONT), or start the same command again",
              node, (double)silent_ms / 1000, j->timeout_ms / 1000.0, j->node);
     j->status = 1;
-    say_failure(j, text);
+    // Others first: a process that continues when it reads the message meets the failure.
     tell_nodes(j, 0, text);
+    say_failure(j, text);
 }
 
 // Returns the time of the nodes' store.

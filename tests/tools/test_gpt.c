@@ -1117,27 +1117,40 @@ static int restarts(int node) {
     return n;
 }
 
+/* Kills a whole fsdprun, waits until its ranks have ended, too, and starts it again. Returns 0 if
+   the training has nearly ended: a node that came back to one that has ended would wait for the
+   other node. The keeper is stopped until that is known: a node of which it does not report the end
+   keeps the job alive. */
+static int replace_node(comeback *c, int node) {
+    pid_t keeper;
+    int left;
+    if (children(c->pids[node], &keeper, 1) != 1 || kill(keeper, SIGSTOP)) return 0;
+    const int in_time = newest_step("run", &left) <= 40;
+    if (in_time) {
+        CHECK_EQ_INT(kill(c->pids[node], SIGKILL), 0);
+        CHECK_EQ_INT(waitpid(c->pids[node], NULL, 0), c->pids[node]);
+    }
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    if (!in_time) return 0;
+    CHECK_EQ_INT(waitpid(keeper, NULL, 0), keeper); // this process has adopted it
+    start_node(c, node);
+    return 1;
+}
+
 /* When a random step is saved, kills a rank or, of two nodes, a whole fsdprun, and starts it
    again with the same command. Returns 0 if the training was faster. */
 static int disturb(comeback *c, int kind) {
     const int node = kind % c->nodes, is_node = c->nodes == 2 && kind / 2 % 2;
     const int other = is_node ? !node : node; // the node that logs the failure
-    const int before = restarts(other);
     int left;
     const int until = newest_step("run", &left) + (int)(h_rand64(&c->random) % 12);
     pid_t rank;
     while ((rank = some_rank(c->pids[node], c->nodes == 2 ? 2 : 3, &c->random)) != 0 &&
            newest_step("run", &left) < until)
         usleep(1000);
-    // A node that came back to a training that has ended would wait for the other one.
-    if (!rank || (is_node && newest_step("run", &left) > 40)) return 0;
-    if (is_node) {
-        CHECK_EQ_INT(kill(c->pids[node], SIGKILL), 0);
-        CHECK_EQ_INT(waitpid(c->pids[node], NULL, 0), c->pids[node]);
-        start_node(c, node);
-    } else if (kill(rank, SIGKILL)) {
-        return 0;
-    }
+    if (!rank) return 0;
+    const int before = restarts(other); // not earlier: the file was the last training's
+    if (is_node ? !replace_node(c, node) : kill(rank, SIGKILL)) return 0;
     while (restarts(other) == before && !has_ended(c->pids[other])) usleep(1000);
     return restarts(other) > before;
 }
@@ -1147,6 +1160,7 @@ static void come_back(comeback *c, int kills) {
     curve part;
     int done = 0;
     if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) SKIP("no PR_SET_CHILD_SUBREAPER");
     c->random = h_seed();
     c->port = h_free_port();
     start_nodes(c, "whole");
