@@ -14,6 +14,7 @@
 
 #include "examples/llama/llama_config.h" // llama_config_read
 #include "fsdp_checkpoint.h"             // fsdp_checkpoint_open, _tensor_find, _read
+#include "fsdp_optim.h"                  // fsdp_adamw_step
 
 #include <dirent.h> // opendir
 
@@ -410,6 +411,73 @@ static inline double llama_model_pass(llama_model *m, const int32_t *tokens, con
         *failed = fsdp_barrier(m->world) != FSDP_OK;
     }
     return loss;
+}
+
+/* ---- a step ---------------------------------------------------------------------------------- */
+
+// Microbatches of a rank in one step. Each has acts.desc.rows * acts.desc.context tokens and labels
+// in its place; rows[b] of its rows are used, and a rank may have none.
+typedef struct llama_batch {
+    const int32_t *tokens, *labels;
+    const int *rows;
+    int count;
+} llama_batch;
+
+typedef struct llama_result {
+    int64_t counted;   // labels of all ranks and microbatches that are not negative
+    double loss, norm; // the mean of those labels, in nats; of all gradients before clipping
+} llama_result;
+
+static inline ptrdiff_t llama_batch_at(const llama_model *m, int b) {
+    return (ptrdiff_t)b * m->acts.desc.rows * m->acts.desc.context;
+}
+
+/* Sets out->counted. Returns FSDP_OK; INVALID_ARG on every rank if no label of the step counts.
+   Collective. */
+static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, llama_result *out) {
+    memset(out, 0, sizeof *out);
+    for (int b = 0; b < in->count; b++) {
+        const int32_t *labels = in->labels + llama_batch_at(m, b);
+        for (int i = 0; i < in->rows[b] * m->acts.desc.context; i++) out->counted += labels[i] >= 0;
+    }
+    const fsdp_status status = fsdp_all_reduce(m->world, NULL, &out->counted, 1, FSDP_I64, FSDP_SUM);
+    return status || out->counted ? status : FSDP_ERR_INVALID_ARG;
+}
+
+/* Computes all microbatches: the mean loss, and with train gradients of it. Without train call
+   fsdp_set_grad_enabled(model, 0) before. accumulate 1: gradients are reduced with the last
+   microbatch only; each rank keeps full ones until then. Collective. */
+static inline fsdp_status llama_batch_pass(llama_model *m, const llama_batch *in, int train,
+                                           int accumulate, llama_result *out) {
+    int failed = 0;
+    double sum = 0.0;
+    fsdp_status status = llama_count(m, in, out);
+    for (int b = 0; b < in->count && !status && !failed; b++) {
+        const ptrdiff_t at = llama_batch_at(m, b);
+        if (train && accumulate) {
+            const int last = b + 1 == in->count;
+            status = fsdp_set_requires_gradient_sync(m->model, NULL, last);
+        }
+        sum += llama_model_pass(m, in->tokens + at, in->labels + at, in->rows[b],
+                                train ? 1.0 / (double)out->counted : 0.0, NULL, &failed);
+    }
+    if (failed) status = FSDP_ERR_ABORTED;
+    if (!status) status = fsdp_all_reduce(m->world, NULL, &sum, 1, FSDP_F64, FSDP_SUM);
+    out->loss = status ? 0.0 : sum / (double)out->counted;
+    return status;
+}
+
+/* Makes one step of training: gradients of the mean over the counted labels of the whole step,
+   clipped to max_norm (0: not clipped), then AdamW. Collective. */
+static inline fsdp_status llama_step(llama_model *m, fsdp_adamw *adamw, const llama_batch *in,
+                                     int accumulate, double lr, double max_norm,
+                                     llama_result *out) {
+    fsdp_status status = llama_batch_pass(m, in, 1, accumulate, out);
+    if (!status) {
+        status = fsdp_clip_grad_norm(m->model, max_norm > 0.0 ? max_norm : HUGE_VAL, &out->norm);
+    }
+    if (!status) status = fsdp_adamw_step(adamw, lr);
+    return status ? status : fsdp_zero_grad(m->model);
 }
 
 #endif // LLAMA_MODEL_H

@@ -188,6 +188,10 @@ static void golden_rank(lab_rank *r) {
 }
 
 enum { CASES = 8 };
+static const char *const models[CASES] = {"llama_tied",         "llama_untied_bias",
+                                          "llama3_rope_shards", "llama3_rope_old",
+                                          "qwen2_tied",         "qwen2_untied",
+                                          "qwen3_tied",         "llama_quant"};
 static const struct {
     const char *name;
     int size, recompute;
@@ -199,13 +203,118 @@ static const struct {
 TEST_P(llama, golden, passes,
        GLOO | SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) |
            (row->recompute ? AT_NIGHT(ASAN) : 0)) {
-    static const char *const names[CASES] = {
-        "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
-        "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
     golden_needs("llama");
     for (int i = 0; i < CASES; i++) {
-        run what = {names[i], row->recompute};
+        run what = {models[i], row->recompute};
         lab_run(row->size, NULL, golden_rank, &what);
+    }
+}
+
+/* ---- steps of training ----------------------------------------------------------------------- */
+
+/* Reads this rank's rows of the two microbatches of a step. */
+static void read_step(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows,
+                      int T, int per_rank, int32_t *t, int32_t *l, int *used) {
+    for (int b = 0; b < 2; b++) {
+        const ptrdiff_t from = (ptrdiff_t)b * rows * T, to = (ptrdiff_t)b * per_rank * T;
+        used[b] = my_rows(r, tokens + from, labels + from, rows, T, t + to, l + to);
+    }
+}
+
+/* Compares all parameters with those after the steps. */
+static void check_params(fsdp_world *w, const llama_model *m, const expected *e) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    while (fsdp_next_param(m->model, &v)) {
+        char name[256];
+        const int64_t numel = lab_numel(v.ndim, v.shape);
+        double sum = 0.0, worst = 0.0;
+        snprintf(name, sizeof name, "after.%s.%s", v.unit_name, v.name);
+        float *want = (float *)get(e, name, FSDP_F32, &t);
+        CHECK_EQ_INT(lab_numel(t.ndim, t.shape), numel);
+        float *got = (float *)lab_zeros((size_t)numel, sizeof *got);
+        CALL(w, fsdp_param_full(v.unit, v.index, got));
+        for (int64_t i = 0; i < numel; i++) {
+            const double d = fabs((double)got[i] - (double)want[i]);
+            if (!(d <= worst)) worst = d;
+            sum += d;
+        }
+        CHECK_MSG(sum / (double)numel <= 5e-6, "%s: mean %.2g", name, sum / (double)numel);
+        CHECK_MSG(worst <= 3e-3, "%s: %.2g", name, worst);
+        free(want), free(got);
+    }
+}
+
+typedef struct steps_run {
+    const char *name;
+    int accumulate;
+} steps_run;
+
+static void steps_rank(lab_rank *r) {
+    const steps_run *what = (const steps_run *)r->arg;
+    expected e = open_expected(what->name);
+    fsdp_checkpoint_reader *files;
+    fsdp_checkpoint_tensor shape, t;
+    fsdp_adamw_desc adamw_desc = fsdp_adamw_defaults();
+    fsdp_adamw *adamw;
+    llama_config c;
+    llama_model m;
+    llama_acts_desc desc;
+    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
+    int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
+    int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
+    double *loss = (double *)get(&e, "step.loss", FSDP_F64, &t);
+    double *norm = (double *)get(&e, "step.norm", FSDP_F64, &t);
+    const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
+    int used[2];
+    memset(&desc, 0, sizeof desc);
+    desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 16;
+    model_dir(what->name, dir);
+    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
+    CHECK_MSG(!llama_model_create(&m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
+    fsdp_checkpoint_close(files);
+    adamw_desc.beta2 = 0.95, adamw_desc.weight_decay = 0.1;
+    CALL(r->w, fsdp_adamw_create(m.model, &adamw_desc, &adamw));
+    int32_t *mine = (int32_t *)lab_zeros((size_t)(4 * desc.rows * T), sizeof *mine);
+    const llama_batch batch = {mine, mine + (ptrdiff_t)2 * desc.rows * T, used, 2};
+    for (int step = 0; step < 3; step++) {
+        const ptrdiff_t at = (ptrdiff_t)step * 2 * rows * T;
+        llama_result result;
+        read_step(r, tokens + at, labels + at, rows, T, desc.rows, mine,
+                  mine + (ptrdiff_t)2 * desc.rows * T, used);
+        CALL(r->w, llama_step(&m, adamw, &batch, what->accumulate, 1e-2, 1.0, &result));
+        CHECK_EQ_INT(result.counted, counted[2 * step] + counted[2 * step + 1]);
+        CHECK_NEAR(result.loss / loss[step], 1.0, 1e-5);
+        CHECK_NEAR(result.norm / norm[step], 1.0, 1e-4);
+    }
+    check_params(r->w, &m, &e);
+    /* a step without a label is refused on every rank, and evaluation changes nothing */
+    llama_result before, after;
+    CALL(r->w, fsdp_set_grad_enabled(m.model, 0));
+    CALL(r->w, llama_batch_pass(&m, &batch, 0, 0, &before));
+    for (int i = 0; i < 2 * desc.rows * T; i++) mine[2 * desc.rows * T + i] = -1;
+    CHECK_STATUS(llama_batch_pass(&m, &batch, 0, 0, &after), FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(after.counted, 0);
+    CHECK(before.loss > 0.0 && before.norm == 0.0);
+    llama_model_destroy(&m);
+    free(mine), free(norm), free(loss), free(counted), free(labels), free(tokens);
+    fsdp_checkpoint_close(e.files);
+}
+
+static const struct {
+    const char *name;
+    int size, accumulate;
+} trainings[] = {{"1", 1, 0}, {"2", 2, 0}, {"3", 3, 0}, {"4", 4, 0}, {"2_accumulate", 2, 1}};
+
+/* Three steps of two microbatches: losses, norms and parameters of transformers and torch. */
+TEST_P(llama, steps, trainings,
+       SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) | (row->accumulate ? AT_NIGHT(ASAN) : 0)) {
+    golden_needs("llama");
+    for (int i = 0; i < CASES; i++) {
+        steps_run what = {models[i], row->accumulate};
+        lab_run(row->size, NULL, steps_rank, &what);
     }
 }
 
