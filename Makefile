@@ -33,7 +33,8 @@ PROBES   := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/p
 EXAMPLES := $(addprefix $(BUILD)/,$(basename $(wildcard examples/*.c examples/*.cpp)))
 CXX_TESTS := $(addprefix $(BUILD)/tests/,$(notdir $(basename $(wildcard tests/*/test_*.cpp))))
 BENCHES  := $(patsubst %.c,$(BUILD)/%,$(filter-out %/bench_gpu.c,$(wildcard bench/bench_*.c)))
-GPT      := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
+TRAINERS := $(if $(GLOO)$(NCCL),$(BUILD)/examples/train_gpt $(BUILD)/examples/train_llama,\
+              examples/gpt/train_gpt examples/llama/train_llama)
 FSDPRUN  := tools/fsdprun
 TOOLS    := tools/fsdpck tools/fsdpfit tools/fsdptrace $(FSDPRUN)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
@@ -112,7 +113,7 @@ SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
-examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
+examples: $(EXAMPLES) $(TRAINERS) ## build/examples/*, train_gpt and train_llama
 single: ## build/single/*.h: each header as one file, to drop into a program
 	tools/amalgamate.py $(BUILD)/single
 dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and single/
@@ -173,15 +174,19 @@ $(TOOLS): private CPPFLAGS := $(filter-out -DFSDP_BACKEND_%,$(CPPFLAGS))
 $(TOOLS): %: %.c $(wildcard tools/*.h) $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
-# The trainer for this processor, beside the library, so that both are compiled at the same time.
-GPT_OBJS := $(BUILD)/examples/gpt_trainer.o $(BUILD)/libfsdp.o
-$(GPT_OBJS): $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
-$(BUILD)/examples/gpt_trainer.o: $(wildcard examples/gpt/*.[ch] examples/common/*.h)
+# The trainers for this processor, beside the library, so that both are compiled at the same time.
+TRAINER_OBJS := $(BUILD)/examples/gpt_trainer.o $(BUILD)/examples/llama_trainer.o
+$(TRAINER_OBJS) $(BUILD)/libfsdp.o: $(HEADERS) $(PARTS) Makefile | $(BUILD)/examples
+$(TRAINER_OBJS): $(BUILD)/examples/%_trainer.o: \
+    $(wildcard examples/gpt/*.[ch] examples/llama/*.[ch] examples/common/*.h)
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native \
-	    -ffp-contract=fast -DGPT_LIBRARY_APART $(GPT_BLAS) -c -o $@ examples/gpt/train_gpt.c
-examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(GPT_OBJS) $(GLOO_OBJ) $(CUDA_OBJ)
+	    -ffp-contract=fast -DTRAINER_LIBRARY_APART $(GPT_BLAS) -c -o $@ examples/$*/train_$*.c
+examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(BUILD)/examples/gpt_trainer.o
+examples/llama/train_llama $(BUILD)/examples/train_llama: $(BUILD)/examples/llama_trainer.o
+$(sort $(TRAINERS) examples/gpt/train_gpt): $(BUILD)/libfsdp.o $(GLOO_OBJ) $(CUDA_OBJ)
 	@echo "  CC $@"
-	$Q$(CC) $(CFLAGS) -o $@ $(GPT_OBJS) $(LDFLAGS) -pthread $(GPT_BLAS) $(LDLIBS) -lm
+	$Q$(CC) $(CFLAGS) -o $@ $(filter %_trainer.o,$^) $(BUILD)/libfsdp.o $(LDFLAGS) -pthread \
+	    $(GPT_BLAS) $(LDLIBS) -lm
 $(BUILD)/libfsdp.o: packaging/libfsdp.c
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -fno-semantic-interposition -c \
@@ -229,7 +234,7 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIBRARY).a $(GLOO_OBJ) $(CUDA_OBJ)
 	$Q$(CC) $(CFLAGS) $(SANFLAGS) -o $@ $< $(LIBRARY).a $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 run: ## train a small GPT on 4 ranks; 3 ranks go on from its checkpoint
-	@$(SUBMAKE) $(GPT) tools/fsdptrace
+	@$(SUBMAKE) examples/gpt/train_gpt tools/fsdptrace
 	@rm -rf $(BUILD)/run && mkdir -p $(BUILD)/run
 	FSDP_TRACE=$(BUILD)/run/trace examples/gpt/train_gpt --ranks 4 --save $(BUILD)/run
 	tools/fsdptrace why --brief $(BUILD)/run/trace
@@ -362,6 +367,6 @@ format: ## clang-format over the sources
 	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] tests/*/*.[ch] examples/*.[ch] \
 	    examples/*/*.[ch] bench/*.[ch] tools/*.c examples/*.cpp tests/*/*.cpp)
 clean:
-	rm -rf $(BUILD) $(TOOLS) examples/gpt/train_gpt
+	rm -rf $(BUILD) $(TOOLS) examples/gpt/train_gpt examples/llama/train_llama
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile

@@ -27,7 +27,7 @@
 
 #include "examples/gpt/gpt.h" // gpt_*
 
-#ifndef GPT_LIBRARY_APART // the Makefile compiles both at the same time
+#ifndef TRAINER_LIBRARY_APART // the Makefile compiles both at the same time
 #define FSDP_IMPLEMENTATION
 #endif
 #include "fsdp.h"            // fsdp_*

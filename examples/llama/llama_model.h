@@ -444,35 +444,28 @@ static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, lla
     return status || out->counted ? status : FSDP_ERR_INVALID_ARG;
 }
 
-/* Computes all microbatches: the mean loss, and with train gradients of it. Without train call
-   fsdp_set_grad_enabled(model, 0) before. accumulate 1: gradients are reduced with the last
-   microbatch only; each rank keeps full ones until then. Collective. */
-static inline fsdp_status llama_batch_pass(llama_model *m, const llama_batch *in, int train,
-                                           int accumulate, llama_result *out) {
-    int failed = 0;
-    double sum = 0.0;
-    fsdp_status status = llama_count(m, in, out);
-    for (int b = 0; b < in->count && !status && !failed; b++) {
-        const ptrdiff_t at = llama_batch_at(m, b);
-        if (train && accumulate) {
-            const int last = b + 1 == in->count;
-            status = fsdp_set_requires_gradient_sync(m->model, NULL, last);
-        }
-        sum += llama_model_pass(m, in->tokens + at, in->labels + at, in->rows[b],
-                                train ? 1.0 / (double)out->counted : 0.0, NULL, &failed);
-    }
-    if (failed) status = FSDP_ERR_ABORTED;
-    if (!status) status = fsdp_all_reduce(m->world, NULL, &sum, 1, FSDP_F64, FSDP_SUM);
-    out->loss = status ? 0.0 : sum / (double)out->counted;
-    return status;
-}
-
 /* Makes one step of training: gradients of the mean over the counted labels of the whole step,
-   clipped to max_norm (0: not clipped), then AdamW. Collective. */
+   clipped to max_norm (0: not clipped), then AdamW. accumulate 1: gradients are reduced with the
+   last microbatch only, and each rank keeps full ones until then. Returns FSDP_OK; INVALID_ARG on
+   every rank if no label counts: then nothing has changed; else what a call has returned.
+   Collective. */
 static inline fsdp_status llama_step(llama_model *m, fsdp_adamw *adamw, const llama_batch *in,
                                      int accumulate, double lr, double max_norm,
                                      llama_result *out) {
-    fsdp_status status = llama_batch_pass(m, in, 1, accumulate, out);
+    int failed = 0;
+    fsdp_status status = llama_count(m, in, out);
+    for (int b = 0; b < in->count && !status; b++) {
+        const ptrdiff_t at = llama_batch_at(m, b);
+        if (accumulate) {
+            const int is_last = b + 1 == in->count;
+            status = fsdp_set_requires_gradient_sync(m->model, NULL, is_last);
+        }
+        out->loss += llama_model_pass(m, in->tokens + at, in->labels + at, in->rows[b],
+                                      1.0 / (double)out->counted, NULL, &failed) /
+                     (double)out->counted;
+        if (failed) status = FSDP_ERR_ABORTED; // the reason has been logged
+    }
+    if (!status) status = fsdp_all_reduce(m->world, NULL, &out->loss, 1, FSDP_F64, FSDP_SUM);
     if (!status) {
         status = fsdp_clip_grad_norm(m->model, max_norm > 0.0 ? max_norm : HUGE_VAL, &out->norm);
     }
