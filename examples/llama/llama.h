@@ -102,7 +102,7 @@ enum { LLAMA_ATT_ROWS = 48 };
 // What a layer keeps from its forward for its backward.
 typedef struct llama_kept {
     float *q, *o;         // (N, H*D): queries after RoPE; what attention returns
-    float *k, *v;         // (N, K*D): keys after RoPE; values
+    float *k, *v;         // (N, K*D), or (cache, K*D): keys after RoPE; values
     float *lse;           // (B, H, T): log of the sum of e^score
     float *mid;           // (N, C): the residual stream between attention and MLP
     float *gate, *up;     // (N, F)
@@ -115,6 +115,7 @@ typedef struct llama_acts_desc {
     int rank;          // of adapters; 0: none
     float lora_scale;  // alpha / rank
     int recompute;     // 1: all layers share one llama_kept; call forward before each backward
+    int cache;         // to generate: positions of one row whose keys and values stay; else 0
     // Writes elements first .. first + count - 1 of a parameter of that kind as floats. NULL: every
     // kind is 0
     void (*convert)(float *to, const void *w, int kind, int64_t first, int64_t count);
@@ -125,6 +126,7 @@ typedef struct llama_acts {
     llama_acts_desc desc;
     float *memory;
     size_t nbytes;
+    int past;         // positions in the cache, which the next rows follow; 0 without a cache
     llama_kept *kept; // [layers]
     float *x;   // (layers + 1, N, C): the residual stream before each layer and after the last
     float *n;   // (N, C): the output of the last norm
@@ -135,8 +137,8 @@ typedef struct llama_acts {
     float *dgate, *dup;     // (N, F)
     float *dq, *dk, *dv;    // as q, k, v
     float *low, *dlow;      // (N, R): x A^T and its gradient
-    float *att;             // (2, 48, T)
-    float *cos_at, *sin_at; // (T, D/2)
+    float *att;             // (2, 48, T), with a cache (2, 48, cache)
+    float *cos_at, *sin_at; // (T, D/2), with a cache (cache, D/2)
     float *logits;          // (loss_rows, V)
     float *room;            // of converted parameters
     int64_t room_numel;
@@ -171,16 +173,22 @@ static inline void llama_kept_place(const llama_config *c, size_t N, llama_room 
     if (c->qk_norm) a->q_raw = llama_take(m, N, q), a->k_raw = llama_take(m, N, kv);
 }
 
+/* Returns the positions that a row can have. */
+static inline int llama_positions(const llama_acts_desc *d) {
+    return d->cache ? d->cache : d->context;
+}
+
 /* Divides m among the arrays of a; with m->base NULL it only measures. */
 static inline void llama_acts_place(const llama_config *c, llama_room *m, llama_acts *a) {
     const llama_acts_desc *d = &a->desc;
-    const size_t N = (size_t)d->rows * (size_t)d->context, T = (size_t)d->context;
+    const size_t N = (size_t)d->rows * (size_t)d->context, T = (size_t)llama_positions(d);
     const size_t C = (size_t)c->hidden, F = (size_t)c->inner, half = (size_t)c->head_dim / 2;
     const size_t q = (size_t)c->heads * (size_t)c->head_dim;
     const size_t kv = (size_t)c->kv_heads * (size_t)c->head_dim, L = (size_t)c->layers;
     llama_kept shared;
     for (size_t l = 0; l < L; l++) {
         if (l == 0 || !d->recompute) llama_kept_place(c, N, m, &shared);
+        if (d->cache) shared.k = llama_take(m, T, kv), shared.v = llama_take(m, T, kv);
         if (a->kept) a->kept[l] = shared;
     }
     a->x = llama_take(m, N * (L + 1), C);
@@ -243,7 +251,7 @@ static inline int llama_acts_create(const llama_config *c, const llama_acts_desc
     llama_acts_place(c, &m, a);
     for (int i = 0; i < half; i++) {
         const float f = llama_frequency(c, i);
-        for (int t = 0; t < desc->context; t++) {
+        for (int t = 0; t < llama_positions(desc); t++) {
             a->cos_at[(ptrdiff_t)t * half + i] = cosf((float)t * f);
             a->sin_at[(ptrdiff_t)t * half + i] = sinf((float)t * f);
         }
@@ -306,13 +314,14 @@ static inline void llama_norm_backward(float *dx, int add, float *dw, const floa
 
 /* ---- rotary positions ------------------------------------------------------------------------ */
 
-/* Rotates the pairs (i, i + D/2) of each head of x(B, T, heads, D); sign -1: back, which is also
-   the backward pass. */
+/* Rotates the pairs (i, i + D/2) of each head of x(B, T, heads, D), whose positions start at
+   a->past; sign -1: back, which is also the backward pass. */
 static inline void llama_rope(const llama_acts *a, float *x, int B, int heads, int D, float sign) {
     const int T = a->desc.context, half = D / 2;
     for (int b = 0; b < B; b++) {
         for (int t = 0; t < T; t++) {
-            const float *c = a->cos_at + (ptrdiff_t)t * half, *s = a->sin_at + (ptrdiff_t)t * half;
+            const ptrdiff_t at = (ptrdiff_t)(a->past + t) * half;
+            const float *c = a->cos_at + at, *s = a->sin_at + at;
             for (int h = 0; h < heads; h++, x += D) {
                 for (int i = 0; i < half; i++) {
                     const float l = x[i], r = x[i + half];
@@ -326,24 +335,25 @@ static inline void llama_rope(const llama_acts *a, float *x, int B, int heads, i
 
 /* ---- attention ------------------------------------------------------------------------------- */
 
-/* o and lse of kept, from its q, k and v */
+/* o and lse of kept, from its q, k and v; k and v begin with a->past earlier positions. */
 static inline void llama_attention_forward(const llama_config *c, const llama_acts *a,
                                            const llama_kept *kept, int B) {
     const int T = a->desc.context, H = c->heads, D = c->head_dim, group = H / c->kv_heads;
-    const int q_row = H * D, kv_row = c->kv_heads * D;
+    const int q_row = H * D, kv_row = c->kv_heads * D, past = a->past, all = past + T;
     const float scale = 1.0f / sqrtf((float)D);
     for (int bh = 0; bh < B * H; bh++) {
         const ptrdiff_t at_q = (ptrdiff_t)(bh / H) * T * q_row + bh % H * D;
         const ptrdiff_t at_kv = (ptrdiff_t)(bh / H) * T * kv_row + bh % H / group * D;
         float *lse = kept->lse + (ptrdiff_t)bh * T;
         for (int t0 = 0; t0 < T; t0 += LLAMA_ATT_ROWS) {
-            const int rows = T - t0 < LLAMA_ATT_ROWS ? T - t0 : LLAMA_ATT_ROWS, cols = t0 + rows;
+            const int rows = T - t0 < LLAMA_ATT_ROWS ? T - t0 : LLAMA_ATT_ROWS;
+            const int cols = past + t0 + rows;
             const ptrdiff_t group_q = at_q + (ptrdiff_t)t0 * q_row;
             gemm_f32(GEMM_TRANS_B, rows, cols, D, kept->q + group_q, q_row, kept->k + at_kv, kv_row,
-                     a->att, T);
+                     a->att, all);
             for (int r = 0; r < rows; r++) {
-                float *p = a->att + (ptrdiff_t)r * T;
-                const int seen = t0 + r + 1;
+                float *p = a->att + (ptrdiff_t)r * all;
+                const int seen = past + t0 + r + 1;
                 const float max = gemm_max(p, seen);
                 for (int j = 0; j < seen; j++) p[j] = gemm_exp((p[j] - max) * scale);
                 const float sum = gemm_sum(p, seen), norm = 1.0f / sum;
@@ -351,7 +361,7 @@ static inline void llama_attention_forward(const llama_config *c, const llama_ac
                 for (int j = 0; j < seen; j++) p[j] *= norm;
                 for (int j = seen; j < cols; j++) p[j] = 0.0f; // later positions of the group
             }
-            gemm_f32(0, rows, D, cols, a->att, T, kept->v + at_kv, kv_row, kept->o + group_q,
+            gemm_f32(0, rows, D, cols, a->att, all, kept->v + at_kv, kv_row, kept->o + group_q,
                      q_row);
         }
     }
@@ -504,18 +514,21 @@ static inline void llama_heads_backward(const llama_config *c, llama_acts *a,
     llama_norm_backward(dx, 0, norm->g, dx, raw, llama_floats(a, norm, 0, D), rows, D, c->eps);
 }
 
-/* y(N, C) from x(N, C) of layer l; keeps what its backward needs */
+/* y(N, C) from x(N, C) of layer l; keeps what its backward needs, and with a cache adds keys and
+   values to it */
 static inline void llama_layer_forward(const llama_config *c, llama_acts *a,
                                        const llama_layer *layer, int l, const float *x, float *y,
                                        int B) {
     const llama_kept *k = &a->kept[l];
     const int N = B * a->desc.context;
+    const ptrdiff_t past = (ptrdiff_t)a->past * c->kv_heads * c->head_dim;
+    float *new_k = k->k + past, *new_v = k->v + past;
     llama_layer_norm(c, a, layer, LLAMA_NORM1, x, N);
     llama_linear_forward(c, a, layer, LLAMA_Q, k->q_raw ? k->q_raw : k->q, a->n, N);
-    llama_linear_forward(c, a, layer, LLAMA_K, k->k_raw ? k->k_raw : k->k, a->n, N);
-    llama_linear_forward(c, a, layer, LLAMA_V, k->v, a->n, N);
+    llama_linear_forward(c, a, layer, LLAMA_K, k->k_raw ? k->k_raw : new_k, a->n, N);
+    llama_linear_forward(c, a, layer, LLAMA_V, new_v, a->n, N);
     llama_heads_forward(c, a, &layer->p[LLAMA_NORM_Q], k->q, k->q_raw, B, c->heads);
-    llama_heads_forward(c, a, &layer->p[LLAMA_NORM_K], k->k, k->k_raw, B, c->kv_heads);
+    llama_heads_forward(c, a, &layer->p[LLAMA_NORM_K], new_k, k->k_raw, B, c->kv_heads);
     llama_attention_forward(c, a, k, B);
     llama_linear_forward(c, a, layer, LLAMA_O, k->mid, k->o, N);
     llama_add(k->mid, x, (ptrdiff_t)N * c->hidden);

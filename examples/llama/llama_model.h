@@ -263,21 +263,23 @@ static inline void llama_model_destroy(llama_model *m) {
     memset(m, 0, sizeof *m);
 }
 
+/* Returns where unit `index` of llama_unit_of is kept. */
+static inline fsdp_unit **llama_unit_at(llama_model *m, int index) {
+    if (index >= 1 && index <= m->c.layers) return &m->layers[index - 1];
+    return index == 0 ? &m->embed : index == m->c.layers + 1 ? &m->norm : &m->head;
+}
+
 static inline int llama_add_units(llama_model *m) {
     for (int i = 0; i < llama_num_units(&m->c); i++) {
         llama_unit u;
         fsdp_unit_desc desc = FSDP_ZERO;
         const int layer = i >= 1 && i <= m->c.layers;
-        fsdp_unit **unit = layer                  ? &m->layers[i - 1]
-                           : i == 0               ? &m->embed
-                           : i == m->c.layers + 1 ? &m->norm
-                                                  : &m->head;
         llama_unit_of(&m->c, i, &u);
         desc.name = u.name, desc.params = u.p, desc.num_params = u.num;
         // the last norm and the head are open around the loss only
         const int stays = i ? !layer : m->c.tied;
         desc.reshard_after_forward = stays ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
-        if (fsdp_fully_shard(m->model, &desc, unit)) return -1;
+        if (fsdp_fully_shard(m->model, &desc, llama_unit_at(m, i))) return -1;
         if (layer) memcpy(m->at, u.at, sizeof m->at);
     }
     if (m->c.tied) m->head = m->embed;
@@ -382,15 +384,10 @@ static inline double llama_model_loss(llama_model *m, const int32_t *labels, int
     return loss;
 }
 
-/* Computes B rows of acts.desc.context tokens; a rank may have none. labels: the token that
-   follows, or negative: not counted. scale: 0 evaluates; call fsdp_set_grad_enabled(model, 0)
-   before. Else gradients of `scale` times the sum of all ranks' losses are added, for example 1
-   / counted labels of the step. logits: [B*context, vocab] or NULL. Returns the sum of this
-   rank's losses, in nats; *failed, if there was an error. Collective. */
-static inline double llama_model_pass(llama_model *m, const int32_t *tokens, const int32_t *labels,
-                                      int B, double scale, float *logits, int *failed) {
+/* Computes the residual stream of B rows of a->desc.context tokens, which are the model's
+   activations or others. A tied embedding stays open. */
+static inline void llama_model_layers(llama_model *m, llama_acts *a, const int32_t *tokens, int B) {
     const llama_config *c = &m->c;
-    llama_acts *a = &m->acts;
     llama_layer layer;
     fsdp_pre_forward(m->embed);
     const llama_param embed = llama_param_of(m->embed, 0);
@@ -402,6 +399,16 @@ static inline double llama_model_pass(llama_model *m, const int32_t *tokens, con
         llama_layer_forward(c, a, &layer, l, llama_x(c, a, l), llama_x(c, a, l + 1), B);
         fsdp_post_forward(m->layers[l]);
     }
+}
+
+/* Computes B rows of acts.desc.context tokens; a rank may have none. labels: the token that
+   follows, or negative: not counted. scale: 0 evaluates; call fsdp_set_grad_enabled(model, 0)
+   before. Else gradients of `scale` times the sum of all ranks' losses are added, for example 1
+   / counted labels of the step. logits: [B*context, vocab] or NULL. Returns the sum of this
+   rank's losses, in nats; *failed, if there was an error. Collective. */
+static inline double llama_model_pass(llama_model *m, const int32_t *tokens, const int32_t *labels,
+                                      int B, double scale, float *logits, int *failed) {
+    llama_model_layers(m, &m->acts, tokens, B);
     const double loss = llama_model_loss(m, labels, B, scale, logits);
     *failed = 0;
     if (scale != 0.0) {

@@ -2,48 +2,7 @@
    that do not fit their config.json.
 
    SPDX-License-Identifier: MIT */
-#include "harness.h"
-#include "lab.h"
-#include "golden.h"
-#include "examples/llama/llama_model.h"
-
-/* ---- golden values --------------------------------------------------------------------------- */
-
-typedef struct expected {
-    fsdp_checkpoint_reader *files;
-    fsdp_checkpoint_contents all;
-} expected;
-
-static expected open_expected(const char *name) {
-    expected e;
-    char path[700], why[800];
-    golden_needs("llama");
-    snprintf(path, sizeof path, "%s/llama/%s/expect.safetensors", golden_dir(), name);
-    CHECK_MSG(!fsdp_checkpoint_open(path, NULL, NULL, &e.files, why, sizeof why), "%s", why);
-    CHECK_OK(fsdp_checkpoint_contents_of(e.files, &e.all));
-    return e;
-}
-
-static void *get(const expected *e, const char *name, fsdp_dtype dtype, fsdp_checkpoint_tensor *t) {
-    char why[800];
-    const int64_t i = fsdp_checkpoint_tensor_find(e->files, name);
-    CHECK_MSG(!fsdp_checkpoint_tensor_at(e->files, i, t), "%s", name);
-    void *to = lab_zeros((size_t)lab_numel(t->ndim, t->shape), fsdp_dtype_size(dtype));
-    CHECK_MSG(!fsdp_checkpoint_read(e->files, i, NULL, NULL, dtype, to, why, sizeof why), "%s",
-              why);
-    return to;
-}
-
-/* Returns the largest difference, divided by the largest wanted element. */
-static double difference(const float *got, const float *want, int64_t numel) {
-    double largest = 0.0, worst = 0.0;
-    for (int64_t i = 0; i < numel; i++) {
-        const double d = fabs((double)got[i] - (double)want[i]), w = fabs((double)want[i]);
-        if (!(d <= worst)) worst = d; // a NaN stays
-        if (w > largest) largest = w;
-    }
-    return largest > 0.0 ? worst / largest : worst;
-}
+#include "lab_llama.h"
 
 /* ---- a pass ---------------------------------------------------------------------------------- */
 
@@ -51,10 +10,6 @@ typedef struct run {
     const char *name;
     int recompute;
 } run;
-
-static void model_dir(const char *name, char dir[600]) {
-    snprintf(dir, 600, "%s/llama/%s/model", golden_dir(), name);
-}
 
 /* This rank's rows of the first microbatch, r, r + W, ...: tokens, and the label that follows each. */
 static int my_rows(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows, int T,
