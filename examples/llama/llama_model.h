@@ -430,10 +430,10 @@ typedef struct llama_batch {
     int count;
 } llama_batch;
 
-typedef struct llama_result {
+typedef struct llama_step_result {
     int64_t counted;   // labels of all ranks and microbatches that are not negative
     double loss, norm; // the mean of those labels, in nats; of all gradients before clipping
-} llama_result;
+} llama_step_result;
 
 static inline ptrdiff_t llama_batch_at(const llama_model *m, int b) {
     return (ptrdiff_t)b * m->acts.desc.rows * m->acts.desc.context;
@@ -441,7 +441,7 @@ static inline ptrdiff_t llama_batch_at(const llama_model *m, int b) {
 
 /* Sets out->counted. Returns FSDP_OK; INVALID_ARG on every rank if no label of the step counts.
    Collective. */
-static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, llama_result *out) {
+static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, llama_step_result *out) {
     memset(out, 0, sizeof *out);
     for (int b = 0; b < in->count; b++) {
         const int32_t *labels = in->labels + llama_batch_at(m, b);
@@ -458,7 +458,7 @@ static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, lla
    Collective. */
 static inline fsdp_status llama_step(llama_model *m, fsdp_adamw *adamw, const llama_batch *in,
                                      int accumulate, double lr, double max_norm,
-                                     llama_result *out) {
+                                     llama_step_result *out) {
     int failed = 0;
     fsdp_status status = llama_count(m, in, out);
     for (int b = 0; b < in->count && !status; b++) {

@@ -409,7 +409,7 @@ static fsdp_status show_evaluation(trainer *t, const llama_data *data, const cha
     return FSDP_OK;
 }
 
-static void show_step(trainer *t, int step, const llama_result *r, double seconds) {
+static void show_step(trainer *t, int step, const llama_step_result *r, double seconds) {
     const options *o = t->opt;
     const double lr = learning_rate(o, step);
     if (t->rank) return;
@@ -446,7 +446,7 @@ static int train(trainer *t) {
     for (int step = (int)t->run.step; step < o->steps; step++) {
         const double begin = now_seconds();
         const int64_t each = (int64_t)t->ranks * o->micro, first = (int64_t)step * o->batch;
-        llama_result result;
+        llama_step_result result;
         for (int b = 0; b < t->micros; b++) {
             t->rows[b] = read_rows(t, &t->j->data, b, first + b * each, first + (b + 1) * each,
                                    o->seed + 1);
@@ -466,7 +466,7 @@ static int train(trainer *t) {
         if (llama_checkpoint_save(&t->m, t->ck, o->save, &t->run, why, sizeof why)) {
             // a disk that is full ends no training before its last step: the files before stay
             (void)failure(t, "--save: %s", why);
-            if (is_last || fsdp_world_error(t->world)) return EXIT_FAILED;
+            if (is_last || fsdp_barrier(t->world)) return EXIT_FAILED;
         }
     }
     return EXIT_DONE;

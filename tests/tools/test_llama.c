@@ -236,7 +236,7 @@ static void steps_rank(lab_rank *r) {
     const llama_batch batch = {mine, mine + (ptrdiff_t)2 * desc.rows * T, used, 2};
     for (int step = 0; step < 3; step++) {
         const ptrdiff_t at = (ptrdiff_t)step * 2 * rows * T;
-        llama_result result;
+        llama_step_result result;
         read_step(r, tokens + at, labels + at, rows, T, desc.rows, mine,
                   mine + (ptrdiff_t)2 * desc.rows * T, used);
         CALL(r->w, llama_step(&m, adamw, &batch, what->accumulate, 1e-2, 1.0, &result));
@@ -246,7 +246,7 @@ static void steps_rank(lab_rank *r) {
     }
     check_params(r->w, &m, &e);
     /* a step without a label is refused on every rank, and changes nothing */
-    llama_result result;
+    llama_step_result result;
     for (int i = 0; i < 2 * desc.rows * T; i++) mine[2 * desc.rows * T + i] = -1;
     CHECK_STATUS(llama_step(&m, adamw, &batch, what->accumulate, 1e-2, 1.0, &result),
                  FSDP_ERR_INVALID_ARG);
