@@ -351,7 +351,7 @@ static inline void llama_model_backward(llama_model *m, const int32_t *tokens, i
         llama_layer_backward(c, &m->acts, &layer, l, x, B);
         fsdp_post_backward(m->layers[l]);
     }
-    if (!c->tied && fsdp_pre_backward(m->embed)) return;
+    if (!c->tied) fsdp_pre_backward(m->embed);
     const llama_param embed = llama_param_of(m->embed, 1);
     llama_embed_backward(c, &m->acts, &embed, tokens, B * m->acts.desc.context);
     fsdp_post_backward(m->embed);

@@ -314,10 +314,10 @@ TEST(llama, one_rank_fails) {
     for (int how = SHORT_FILE; how <= NO_MEMORY; how++) lab_run(2, NULL, failing_rank, &how);
 }
 
-/* From the k-th allocation of the library on rank 1 on all fail, there: a pass fails on both ranks, or on
-   none. It computes with no parameter that is not there. */
+/* All allocations of the library fail on rank 1 from the k-th one on, or that one alone: a pass, to
+   evaluate or to train, fails on both ranks. It reads no parameter that is not there. */
 typedef struct failing {
-    int k, failed[2], failures;
+    int train, k, failed[2], failures;
 } failing;
 static void no_memory_rank(lab_rank *r) {
     failing *f = (failing *)r->arg;
@@ -334,20 +334,24 @@ static void no_memory_rank(lab_rank *r) {
     CHECK_MSG(!llama_files_open(dir, &c, &reader, why, extra, sizeof why), "%s", why);
     CHECK_MSG(!llama_model_create(&m, r->w, &c, reader, &desc, why, sizeof why), "%s", why);
     fsdp_checkpoint_close(reader);
+    CALL(r->w, fsdp_set_grad_enabled(m.model, f->train));
     r->heap->persistent = f->k % 2;
     if (r->rank == 1) w_fail(r->heap, f->k / 2);
-    (void)llama_model_pass(&m, tokens, tokens, 1, 0.25, NULL, &f->failed[r->rank]);
+    (void)llama_model_pass(&m, tokens, tokens, 1, f->train ? 0.25 : 0.0, NULL,
+                           &f->failed[r->rank]);
     w_fail(r->heap, -1);
     if (r->rank == 1) f->failures = r->heap->failures;
     llama_model_destroy(&m);
 }
 TEST(llama, no_memory, SECONDS(60)) {
-    failing f = {0, {0, 0}, 1};
     golden_needs("llama");
-    for (; f.failures; f.k++) {
-        lab_run(2, NULL, no_memory_rank, &f);
-        CHECK_EQ_INT(f.failed[0], f.failed[1]);
-        CHECK_EQ_INT(f.failed[0], f.failures != 0);
+    for (int train = 0; train < 2; train++) {
+        failing f = {train, 0, {0, 0}, 1};
+        for (; f.failures; f.k++) {
+            lab_run(2, NULL, no_memory_rank, &f);
+            CHECK_EQ_INT(f.failed[0], f.failed[1]);
+            CHECK_EQ_INT(f.failed[0], f.failures != 0);
+        }
+        CHECK(f.k > 10);
     }
-    CHECK(f.k > 10);
 }

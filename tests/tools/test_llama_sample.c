@@ -382,8 +382,9 @@ TEST(llama_sample, needs_idle_units) {
     lab_run(2, NULL, not_idle_rank, NULL);
 }
 
-/* From the k-th allocation of the library on rank 1 on all fail, there: both ranks fail, with a line and
-   without a token, or both have the tokens. Nothing leaks: lab_run checks the heap. */
+/* All allocations of the library fail on rank 1 from the k-th one on, or that one alone: both ranks
+   fail, with a line and without a token, or both have the tokens. Nothing leaks: lab_run checks the
+   heap. */
 typedef struct failing {
     int k, made[2], failures;
 } failing;
