@@ -337,13 +337,14 @@ static inline llama_param llama_param_of(fsdp_unit *unit, int grads) {
     return p;
 }
 
-/* Backward of the layers and the embedding; acts.dx has the gradient of the last layer's output. */
+/* Backward of the layers and the embedding; acts.dx has the gradient of the last layer's output.
+   After a failure, which fsdp_finalize_backward returns, it stops. */
 static inline void llama_model_backward(llama_model *m, const int32_t *tokens, int B) {
     const llama_config *c = &m->c;
     llama_layer layer;
     for (int l = c->layers - 1; l >= 0; l--) {
         const float *x = llama_x(c, &m->acts, l);
-        fsdp_pre_backward(m->layers[l]);
+        if (fsdp_pre_backward(m->layers[l])) return; // no memory to compute with
         llama_layer_of(m, m->layers[l], 1, &layer);
         if (m->acts.desc.recompute) {
             llama_layer_forward(c, &m->acts, &layer, l, x, llama_x(c, &m->acts, l + 1), B);
@@ -357,18 +358,18 @@ static inline void llama_model_backward(llama_model *m, const int32_t *tokens, i
     fsdp_post_backward(m->embed);
 }
 
-/* The norm after the layers, the head and the loss; with scale their backward, too. */
+/* The norm after the layers, the head and the loss; with scale their backward, too. After a failure
+   it stops. */
 static inline double llama_model_loss(llama_model *m, const int32_t *labels, int B, double scale,
                                       float *logits) {
     const llama_config *c = &m->c;
     llama_acts *a = &m->acts;
     const int N = B * a->desc.context, train = scale != 0.0;
     const float *x = llama_x(c, a, c->layers);
-    fsdp_pre_forward(m->norm);
-    if (!c->tied) fsdp_pre_forward(m->head);
+    if (fsdp_pre_forward(m->norm) || (!c->tied && fsdp_pre_forward(m->head))) return 0.0;
     if (train) {
         fsdp_post_forward(m->norm), fsdp_post_forward(m->head);
-        fsdp_pre_backward(m->head), fsdp_pre_backward(m->norm);
+        if (fsdp_pre_backward(m->head) || fsdp_pre_backward(m->norm)) return 0.0;
     }
     const llama_param norm = llama_param_of(m->norm, train), head = llama_param_of(m->head, train);
     llama_norm_forward(a->n, x, (const float *)norm.w, N, c->hidden, c->eps);
@@ -385,20 +386,25 @@ static inline double llama_model_loss(llama_model *m, const int32_t *labels, int
 }
 
 /* Computes the residual stream of B rows of a->desc.context tokens, which are the model's
-   activations or others. A tied embedding stays open. */
-static inline void llama_model_layers(llama_model *m, llama_acts *a, const int32_t *tokens, int B) {
+   activations or others. A tied embedding stays open. Returns the first failure, and stops there:
+   without memory there are no parameters. */
+static inline fsdp_status llama_model_layers(llama_model *m, llama_acts *a, const int32_t *tokens,
+                                             int B) {
     const llama_config *c = &m->c;
     llama_layer layer;
-    fsdp_pre_forward(m->embed);
+    fsdp_status status = fsdp_pre_forward(m->embed);
+    if (status) return status;
     const llama_param embed = llama_param_of(m->embed, 0);
     llama_embed_forward(c, a, &embed, llama_x(c, a, 0), tokens, B * a->desc.context);
-    if (!c->tied) fsdp_post_forward(m->embed);
-    for (int l = 0; l < c->layers; l++) {
-        fsdp_pre_forward(m->layers[l]);
+    if (!c->tied) status = fsdp_post_forward(m->embed);
+    for (int l = 0; l < c->layers && !status; l++) {
+        status = fsdp_pre_forward(m->layers[l]);
+        if (status) break;
         llama_layer_of(m, m->layers[l], 0, &layer);
         llama_layer_forward(c, a, &layer, l, llama_x(c, a, l), llama_x(c, a, l + 1), B);
-        fsdp_post_forward(m->layers[l]);
+        status = fsdp_post_forward(m->layers[l]);
     }
+    return status;
 }
 
 /* Computes B rows of acts.desc.context tokens; a rank may have none. labels: the token that
@@ -408,7 +414,7 @@ static inline void llama_model_layers(llama_model *m, llama_acts *a, const int32
    rank's losses, in nats; *failed, if there was an error. Collective. */
 static inline double llama_model_pass(llama_model *m, const int32_t *tokens, const int32_t *labels,
                                       int B, double scale, float *logits, int *failed) {
-    llama_model_layers(m, &m->acts, tokens, B);
+    (void)llama_model_layers(m, &m->acts, tokens, B); // the end returns a failure
     const double loss = llama_model_loss(m, labels, B, scale, logits);
     *failed = 0;
     if (scale != 0.0) {

@@ -99,12 +99,14 @@ static inline fsdp_status llama_sample_logits(llama_model *m, llama_acts *a) {
 
 /* Computes the next positions of the prompt, or the newest of `made` tokens in out, and adds them
    to the cache. */
-static inline void llama_sample_positions(llama_model *m, llama_acts *a, const int32_t *prompt,
-                                          int n, const int32_t *out, int made) {
+static inline fsdp_status llama_sample_positions(llama_model *m, llama_acts *a,
+                                                 const int32_t *prompt, int n, const int32_t *out,
+                                                 int made) {
     const int32_t *tokens = a->past < n ? prompt + a->past : out + (a->past - n);
     a->desc.context = gemm_min(n + made - a->past, LLAMA_ATT_ROWS);
-    llama_model_layers(m, a, tokens, 1);
+    const fsdp_status status = llama_model_layers(m, a, tokens, 1);
     a->past += a->desc.context;
+    return status;
 }
 
 /* Returns the index of the first of the largest logits. */
@@ -145,9 +147,9 @@ static inline int llama_sample(llama_model *m, const int32_t *prompt, int n, int
     fsdp_status status = fsdp_all_reduce(m->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX);
     if (!status && !failed && !(status = llama_sample_open(m, modes))) {
         while (!status && made < most && !ended) {
-            llama_sample_positions(m, &a, prompt, n, out, made);
-            if (a.past < n) continue;
-            status = llama_sample_logits(m, &a);
+            status = llama_sample_positions(m, &a, prompt, n, out, made);
+            if (!status && a.past < n) continue;
+            if (!status) status = llama_sample_logits(m, &a);
             if (status) break;
             out[made] = llama_sample_greedy(a.logits, c->vocab);
             ended = llama_is_eos(c, out[made++]);

@@ -421,3 +421,45 @@ TEST(llama, one_rank_fails) {
     golden_needs("llama");
     for (int how = SHORT_FILE; how <= NO_MEMORY; how++) lab_run(2, NULL, failing_rank, &how);
 }
+
+/* All allocations of the library fail on rank 1 from the k-th one on, or that one alone: a pass, to
+   evaluate or to train, fails on both ranks. It reads no parameter that is not there. */
+typedef struct failing {
+    int train, k, failed[2], failures;
+} failing;
+static void no_memory_rank(lab_rank *r) {
+    failing *f = (failing *)r->arg;
+    const int32_t tokens[4] = {1, 2, 3, 4};
+    fsdp_checkpoint_reader *reader;
+    llama_config c;
+    llama_model m;
+    llama_acts_desc desc;
+    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    memset(&desc, 0, sizeof desc);
+    desc.rows = 1, desc.context = 4, desc.loss_rows = 4;
+    model_dir("qwen2_untied", dir);
+    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_files_open(dir, &c, &reader, why, extra, sizeof why), "%s", why);
+    CHECK_MSG(!llama_model_create(&m, r->w, &c, reader, &desc, why, sizeof why), "%s", why);
+    fsdp_checkpoint_close(reader);
+    CALL(r->w, fsdp_set_grad_enabled(m.model, f->train));
+    r->heap->persistent = f->k % 2;
+    if (r->rank == 1) w_fail(r->heap, f->k / 2);
+    (void)llama_model_pass(&m, tokens, tokens, 1, f->train ? 0.25 : 0.0, NULL,
+                           &f->failed[r->rank]);
+    w_fail(r->heap, -1);
+    if (r->rank == 1) f->failures = r->heap->failures;
+    llama_model_destroy(&m);
+}
+TEST(llama, no_memory, SECONDS(60)) {
+    golden_needs("llama");
+    for (int train = 0; train < 2; train++) {
+        failing f = {train, 0, {0, 0}, 1};
+        for (; f.failures; f.k++) {
+            lab_run(2, NULL, no_memory_rank, &f);
+            CHECK_EQ_INT(f.failed[0], f.failed[1]);
+            CHECK_EQ_INT(f.failed[0], f.failures != 0);
+        }
+        CHECK(f.k > 10);
+    }
+}

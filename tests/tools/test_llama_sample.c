@@ -148,7 +148,7 @@ static void logits_rank(lab_rank *r) {
         CHECK_MSG(!llama_sample_acts(&s.m, n, end - n, &a, why, sizeof why), "%s", why);
         while (a.past < end) {
             const int made = a.past < n ? 0 : a.past + 1 - n;
-            llama_sample_positions(&s.m, &a, tokens, n, tokens + n, made);
+            CALL(r->w, llama_sample_positions(&s.m, &a, tokens, n, tokens + n, made));
             CALL(r->w, llama_sample_logits(&s.m, &a));
             const double d = difference(a.logits, want + (ptrdiff_t)(a.past - 1) * V, V);
             CHECK_MSG(d <= 1e-5, "%s, prompt of %d, position %d: %.2g", names[which], n, a.past - 1,
@@ -382,23 +382,26 @@ TEST(llama_sample, needs_idle_units) {
     lab_run(2, NULL, not_idle_rank, NULL);
 }
 
-/* The k-th allocation of the library on rank 1 fails: both ranks fail, with a line, or both have the
-   tokens. Nothing leaks: lab_run checks the heap. */
+/* All allocations of the library fail on rank 1 from the k-th one on, or that one alone: both ranks
+   fail, with a line and without a token, or both have the tokens. Nothing leaks: lab_run checks the
+   heap. */
 typedef struct failing {
     int k, made[2], failures;
 } failing;
 static void no_memory_rank(lab_rank *r) {
     failing *f = (failing *)r->arg;
-    sampled s = open_model(r->w, "llama_tied", 3);
-    int32_t out[NEW];
+    sampled s = open_model(r->w, "qwen2_untied", 3);
+    int32_t out[NEW] = {-7};
     char why[LLAMA_WHY];
-    if (r->rank == 1) w_fail(r->heap, f->k);
+    r->heap->persistent = f->k % 2;
+    if (r->rank == 1) w_fail(r->heap, f->k / 2);
     f->made[r->rank] = llama_sample(&s.m, s.prompt, s.n, out, NEW, why, sizeof why);
     w_fail(r->heap, -1);
     if (r->rank == 1) f->failures = r->heap->failures;
     CHECK_MSG(!*why == (f->made[r->rank] == NEW) && !strchr(why, '\n'), "%s", why);
-    if (*why && r->rank == 1) h_message("%d: %s", f->k, why);
-    if (!*why) CHECK_EQ_MEM(out, s.tokens, sizeof out);
+    if (*why) CHECK_EQ_INT(out[0], -7);
+    else CHECK_EQ_MEM(out, s.tokens, sizeof out);
+    CHECK(fsdp_is_grad_enabled(s.m.model));
     close_model(&s);
 }
 TEST(llama_sample, no_memory, SECONDS(60)) {
@@ -408,5 +411,29 @@ TEST(llama_sample, no_memory, SECONDS(60)) {
         lab_run(2, NULL, no_memory_rank, &f);
         CHECK_EQ_INT(f.made[0], f.made[1]);
     }
-    CHECK(f.k > 1 && f.made[0] == NEW);
+    CHECK(f.k > 10 && f.made[0] == NEW);
+}
+
+/* One rank fails after its last gather, when the other one needs nothing from it any more. */
+static void late_failure_rank(lab_rank *r) {
+    int *closes = (int *)r->arg;
+    sampled s = open_model(r->w, "qwen2_untied", 3);
+    int32_t modes[8];
+    char why[LLAMA_WHY];
+    llama_acts a;
+    CHECK_MSG(!llama_sample_acts(&s.m, s.n, 1, &a, why, sizeof why), "%s", why);
+    CALL(r->w, llama_sample_open(&s.m, modes));
+    CALL(r->w, llama_sample_positions(&s.m, &a, s.prompt, s.n, NULL, 0));
+    CALL(r->w, llama_sample_logits(&s.m, &a));
+    if (r->rank == 0) __atomic_store_n(closes, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(closes, __ATOMIC_SEQ_CST)) sched_yield();
+    if (r->rank == 1) fsdp_abort(r->w, "the test ends the world");
+    CHECK(llama_sample_close(&s.m, modes, 1) != FSDP_OK);
+    llama_acts_destroy(&a);
+    close_model(&s);
+}
+TEST(llama_sample, late_failure_of_one_rank) {
+    int closes = 0;
+    golden_needs("llama");
+    lab_run(2, NULL, late_failure_rank, &closes);
 }
