@@ -318,6 +318,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_checkpoint_read(fsdp_checkpoint_reader
                                                           const int64_t *shape, fsdp_dtype dtype,
                                                           void *to, char *text, size_t cap);
 
+// A file that an export writes next to the tensors, in place of that of `like` with its name.
+typedef struct fsdp_checkpoint_text {
+    const char *name;  // [A-Za-z0-9_.-]{1,64}, of no file that like's copies leave out
+    const void *data;
+    int64_t nbytes;
+} fsdp_checkpoint_text;
+
 typedef struct fsdp_checkpoint_export_desc {
     uint32_t size, start_canary;
     fsdp_dtype dtype;                   // for floating tensors, except states; KEEP: as they are
@@ -344,6 +351,10 @@ typedef struct fsdp_checkpoint_export_desc {
                                         // tensors, and gets the other files. NULL: none
     int (*may_lack)(void *user, const char *name); // 1: out may lack this tensor of like. NULL: 0
     const char *file_name;              // NULL: model.safetensors
+    const fsdp_checkpoint_text *texts;  // [num_texts]: for example a config.json that tells dtype
+    int32_t num_texts;
+    int32_t like_dtypes;                // 1: a floating tensor of like gets its dtype there, not
+                                        // `dtype`
     uint64_t end_canary;
 } fsdp_checkpoint_export_desc;
 
@@ -363,7 +374,7 @@ typedef struct fsdp_checkpoint_export_desc {
                the ranks that saved them
    out         made; its parent must be there. It gets its name when it is complete
    text        verify: also what was checked, if nothing is wrong. export: also tensors that have
-               another dtype than in like
+               another dtype than in like, unless texts has a config.json
    Result      FSDP_OK; CORRUPT, IO, UNSUPPORTED (elements of less than a byte; too many
                dims), INVALID_ARG (out is there already; two tensors of one name; nothing to write;
                sources that do not make whole tensors; other names or shapes than in like),
@@ -381,7 +392,7 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
                does those of a checkpoint: the files have the same bytes. Rank 0 writes
    desc        NULL: its defaults. Its files are not used: those of ck are. num_ranks,
                with_optimizer and ema are refused; for averages call fsdp_ema_swap before and after.
-               rename, source and may_lack are called on a worker thread of rank 0
+               Only rank 0 reads texts. rename, source and may_lack are called on a worker thread of rank 0
    Result      FSDP_OK; as fsdp_checkpoint_export, on all ranks; INVALID_STATE (a unit is not idle),
                UNSUPPORTED (a parameter is a part of a tensor: tensor parallelism). A dtype that
                differs from like is logged

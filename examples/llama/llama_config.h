@@ -26,6 +26,7 @@ enum { LLAMA_CONFIG_BYTES = 1 << 17, LLAMA_PATH = 4096, LLAMA_WHY = LLAMA_PATH +
 typedef struct llama_file {
     char path[LLAMA_PATH];
     char text[LLAMA_CONFIG_BYTES];
+    size_t nbytes;
     fsdp_json root;
     char *why; // "": no failure yet
     size_t cap;
@@ -86,6 +87,7 @@ static inline int llama_file_read(llama_file *f, const char *dir, const char *na
     close(fd);
     if (got == -2) return llama_fail(f, "expected a regular file");
     if (got < 0) return llama_fail(f, "cannot be read: %s", strerror(error));
+    f->nbytes = n;
     if (n == sizeof f->text) return llama_fail(f, "expected less than %d bytes", (int)n);
     if (fsdp_json_parse(f->text, (int64_t)n, &f->root, why, sizeof why)) {
         return llama_fail(f, "expected JSON: %s", why);

@@ -454,7 +454,7 @@ static int train(trainer *t) {
         const fsdp_status status = llama_step(&t->m, t->adamw, &batch, o->accumulate,
                                               learning_rate(o, step), o->clip, &result);
         if (status && !result.counted)
-            return failure(t, "step %d: expected a counted label, got none: look at --mask", step);
+            return failure(t, "step %d: expected a counted label, got none: look at --mask", step + 1);
         if (status) return failure(t, "step %d: %s", step + 1, fsdp_last_error(t->world));
         show_step(t, step, &result, now_seconds() - begin);
         const int is_last = step + 1 == o->steps;

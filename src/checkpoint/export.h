@@ -330,12 +330,21 @@ static void fsdpi_ck_copy_file(fsdpi_ck_copying *c) {
     (void)fsdpi_ck_close(d, from, c->from);
 }
 
+// Returns the caller's file of that name, or NULL.
+static const fsdp_checkpoint_text *fsdpi_ck_text_of(const fsdpi_ck_export *x, const char *name) {
+    for (int i = 0; i < x->desc.num_texts; i++)
+        if (!strcmp(x->desc.texts[i].name, name)) return &x->desc.texts[i];
+    return NULL;
+}
+
 // Copies a file, or what is in a directory. Its name is added to both paths meanwhile.
 static int fsdpi_ck_copy_name(void *arg, const char *name) {
     fsdpi_ck_copying *c = (fsdpi_ck_copying *)arg;
     fsdpi_ck_disk *d = &c->x->in->disk;
     const size_t from = strlen(c->from), to = strlen(c->to), n = strlen(name);
     if (fsdpi_ck_is_left_out(name)) return 0;
+    if (fsdpi_ck_begin(d, "list", c->from)) return 1; // without a caller there are no texts
+    if (!c->depth && fsdpi_ck_text_of(c->x, name)) return 0;
     if (from + n + 2 > sizeof c->from || to + n + 2 > sizeof c->to) {
         (void)fsdpi_ck_fault(d, FSDP_ERR_INVALID_ARG, "%s/%s: the path is too long", c->from, name);
         return 1;
@@ -372,6 +381,18 @@ static fsdp_status fsdpi_ck_copy_others(fsdpi_ck_export *x) {
     return fsdpi_ck_disk_status(&x->in->io);
 }
 
+static fsdp_status fsdpi_ck_write_texts(fsdpi_ck_export *x) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < x->desc.num_texts && !status; i++) {
+        const fsdp_checkpoint_text *t = &x->desc.texts[i];
+        status = fsdpi_ck_reserve(NULL, &x->text, t->nbytes, 0);
+        if (status) return status;
+        if (t->nbytes) memcpy(x->text.ptr, t->data, (size_t)t->nbytes);
+        status = fsdpi_ck_write_text(x, t->name, t->nbytes);
+    }
+    return status;
+}
+
 static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
     fsdp_status status = fsdpi_ck_export_paths(x, out);
     if (!status) status = fsdpi_ck_plan_export(x);
@@ -381,9 +402,20 @@ static fsdp_status fsdpi_ck_export_all(fsdpi_ck_export *x, const char *out) {
     if (!status && x->sharded) status = fsdpi_ck_write_manifest(x);
     else if (!status && x->num_files > 1) status = fsdpi_ck_write_index(x);
     if (!status && x->like && !x->like->opened.is_file) status = fsdpi_ck_copy_others(x);
+    if (!status) status = fsdpi_ck_write_texts(x);
     if (!status) status = fsdpi_ck_publish(x);
     if (status) (void)fsdpi_ck_remove_dir(&x->in->disk, x->tmp); // after a rename it is gone
     return status;
+}
+
+static int fsdpi_ck_good_texts(const fsdp_checkpoint_export_desc *desc) {
+    if (desc->num_texts < 0 || (desc->num_texts && !desc->texts)) return 0;
+    for (int i = 0; i < desc->num_texts; i++) {
+        const fsdp_checkpoint_text *t = &desc->texts[i];
+        if (!t->name || !fsdpi_ck_is_plain(t->name, "") || strlen(t->name) > 64) return 0;
+        if (fsdpi_ck_is_left_out(t->name) || t->nbytes < 0 || (t->nbytes && !t->data)) return 0;
+    }
+    return 1;
 }
 
 static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc,
@@ -398,16 +430,19 @@ static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc
         return fsdpi_ck_refused(call, "like", text, cap);
     int good =
         own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES && own->max_file_bytes >= 0 &&
-        !(own->num_ranks && (own->ema || own->source || own->like || own->file_name)) &&
+        !(own->num_ranks && (own->ema || own->source || own->like || own->file_name ||
+                             own->num_texts || own->like_dtypes)) &&
+        fsdpi_ck_good_texts(own) &&
         (!own->file_name || (fsdpi_ck_is_leaf(own->file_name) && strlen(own->file_name) <= 64)) &&
         (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
         (!own->files || (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
     if (!good && text && cap)
         snprintf(text, cap,
-                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, source, like or "
-                 "file_name, max_file_bytes >= 0, dtype KEEP or a floating one, file_name NULL or "
-                 "NAME.safetensors with at most 64 letters, digits, '.', '_' and '-', and files of "
-                 "version 1: zero the desc, then set what you need",
+                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, source, like, file_name, "
+                 "texts or like_dtypes, max_file_bytes >= 0, dtype KEEP or a floating one, "
+                 "file_name NULL or NAME.safetensors with at most 64 letters, digits, '.', '_' and "
+                 "'-', texts with such names that are none of weights, and files of version 1: "
+                 "zero the desc, then set what you need",
                  call, FSDPI_CK_MOST_FILES);
     return good ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
@@ -432,7 +467,7 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
         status = fsdpi_ck_open_alone(call, own.like, own.files, own.files_user, &x->like, text,
                                      cap);
     if (!status) status = fsdpi_ck_no_memory(fsdpi_ck_export_all(x, out), text, cap);
-    if (!status && x->note[0] && text && cap)
+    if (!status && x->note[0] && !fsdpi_ck_text_of(x, "config.json") && text && cap)
         snprintf(text, cap,
                  "[E493] %s: tensors with another dtype than in %.400s: %s: choose dtype (fsdpck: "
                  "--dtype), or correct the dtype in config.json",

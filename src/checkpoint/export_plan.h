@@ -173,6 +173,15 @@ static fsdp_status fsdpi_ck_settle_pieces(const fsdpi_ck_export *x, int64_t inde
                          x->call, e->name, num, (long long)all, FSDP_CHECKPOINT_SOURCES);
 }
 
+// Returns the dtype of a floating tensor in the new files.
+static fsdp_dtype fsdpi_ck_dtype_of(const fsdpi_ck_export *x, const fsdp_safetensors_entry *e,
+                                    const char *name) {
+    const int64_t there = x->like && x->desc.like_dtypes ? fsdpi_ck_index_of(x->like, name) : -1;
+    if (there >= 0 && fsdp_dtype_is_float(fsdpi_ck_entry_of(x->like, there)->dtype))
+        return fsdpi_ck_entry_of(x->like, there)->dtype;
+    return x->desc.dtype != FSDP_DTYPE_KEEP ? x->desc.dtype : e->dtype;
+}
+
 // Adds the pieces of one old tensor. A tensor that desc leaves out has none.
 static fsdp_status fsdpi_ck_add_pieces(fsdpi_ck_export *x, int64_t index) {
     const fsdp_safetensors_entry *e = fsdpi_ck_entry_of(x->in, index);
@@ -195,17 +204,18 @@ static fsdp_status fsdpi_ck_add_pieces(fsdpi_ck_export *x, int64_t index) {
         if (status) return status;
         fsdpi_ck_piece *p = fsdpi_ck_piece_at(x, x->num_pieces++);
         memset(p, 0, sizeof *p);
-        p->name = e->name, p->name_at = -1;
+        const char *name = e->name;
+        p->name = name, p->name_at = -1;
         if (x->desc.rename || (x->desc.source && !state)) {
+            name = s[i].name;
             p->name_at = at * room;
-            memcpy((char *)x->names.ptr + p->name_at, s[i].name, (size_t)room);
+            memcpy((char *)x->names.ptr + p->name_at, name, (size_t)room);
         }
         p->tensor = tensor;
         p->row = row, p->rows = s[i].rows, p->first = s[i].first;
         p->transpose = s[i].transpose != 0;
-        p->dtype = x->desc.dtype != FSDP_DTYPE_KEEP && !state && fsdp_dtype_is_float(e->dtype)
-                       ? x->desc.dtype
-                       : fsdpi_ck_carrier(e);
+        p->dtype = !state && fsdp_dtype_is_float(e->dtype) ? fsdpi_ck_dtype_of(x, e, name)
+                                                           : fsdpi_ck_carrier(e);
     }
     return status;
 }

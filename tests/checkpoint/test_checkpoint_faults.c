@@ -244,16 +244,19 @@ static void has_export(bed *b, int64_t step, int is_there) {
 }
 
 static fsdp_status call_op(bed *b, int op, int64_t step) {
+    static const fsdp_checkpoint_text text = {"config.json", "{}", 2};
+    fsdp_checkpoint_export_desc desc = FSDP_ZERO;
     char path[FSDP_CHECKPOINT_PATH];
     int64_t found;
     fsdp_status status;
+    desc.texts = &text, desc.num_texts = 1;
     switch (op) {
     case LOAD:
         snprintf(path, sizeof path, "%s/step-%08lld", b->dir, (long long)step);
         return fsdp_checkpoint_load(b->ck, path, NULL);
     case FIND: return fsdp_checkpoint_find(b->ck, b->dir, -1, path, sizeof path, &found);
     case EXPORT:
-        return fsdp_checkpoint_export_model(b->ck, export_path(b, path), NULL);
+        return fsdp_checkpoint_export_model(b->ck, export_path(b, path), &desc);
     case ASYNC:
         status = fsdp_checkpoint_save_async(b->ck, b->dir, step);
         if (status) return status;

@@ -91,13 +91,15 @@ static void same_bytes(lab_rank *r) {
     char text[600];
     rig_open(&x, r);
     CALL(r->w, fsdp_checkpoint_save(x.ck, x.run, 1));
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
+        static const fsdp_checkpoint_text other = {"config.json", "{ }", 3};
         fsdp_checkpoint_export_desc d = FSDP_ZERO;
         if (i == 1) d.dtype = FSDP_BF16, d.file_name = "adapter.safetensors";
         if (i == 2) d.rename = renames;
         if (i == 3) d.max_file_bytes = 100;
         if (i == 4) d.source = transposes;
-        if (i == 5) d.like = x.like; /* written by i 0 */
+        if (i >= 5) d.like = x.like; /* written by i 0 */
+        if (i == 6) d.texts = &other, d.num_texts = 1, d.like_dtypes = 1, d.dtype = FSDP_F16;
         ck_dir(x.from_disk, "disk"), ck_dir(x.live, "live");
         snprintf(x.from_disk + strlen(x.from_disk), 8, "%d", i);
         snprintf(x.live + strlen(x.live), 8, "%d", i);
@@ -108,7 +110,7 @@ static void same_bytes(lab_rank *r) {
             CHECK_MSG(!status, "%s", text);
         }
         CALL(r->w, fsdp_checkpoint_export_model(x.ck, x.live, i ? &d : NULL));
-        if (r->rank == 0) same_files(x.from_disk, x.live, i == 3 ? 3 : i == 5 ? 2 : 1);
+        if (r->rank == 0) same_files(x.from_disk, x.live, i == 3 ? 3 : i >= 5 ? 2 : 1);
         if (r->rank == 0 && i == 0) {
             char config[600];
             CALL(r->w, fsdp_checkpoint_export(x.live, x.like, NULL, text, sizeof text));

@@ -1393,6 +1393,74 @@ static int may_lack_buffers(void *user, const char *name) {
     (void)user;
     return strstr(name, "inv_freq") != NULL;
 }
+/* Files of the caller take the place of those of `like`, and are written without it, too; tensors get
+   the dtypes of `like`. */
+TEST(fsdpck, export_texts) {
+    static const fsdp_checkpoint_text texts[] = {{"config.json", "{}", 2}, {"new.txt", NULL, 0}};
+    static const fsdp_checkpoint_text bad[] = {
+        {NULL, "x", 1},
+        {"", "x", 1},
+        {"a/b", "x", 1},
+        {".x", "x", 1},
+        {"x", "x", -1},
+        {"x", NULL, 1},
+        {"w.safetensors", "", 0},
+        {"w.bin", "x", 1},
+        {"model.safetensors.index.json", "x", 1},
+        {"manifest.json", "", 0},
+        {"12345678901234567890123456789012345678901234567890123456789012345", "x", 1}};
+    static const fsdp_dtype dtypes[] = {FSDP_BF16, FSDP_F32, FSDP_F16, FSDP_I32};
+    fsdp_safetensors_entry e[4] = {
+        tensor("a", FSDP_BF16, 2, 3, 4, 0), tensor("b", FSDP_F32, 1, 3, 0, 0),
+        tensor("c", FSDP_F16, 1, 2, 0, 0), tensor("i", FSDP_I32, 1, 2, 0, 0)};
+    fsdp_safetensors_entry plain[4] = {
+        tensor("a", FSDP_F32, 2, 3, 4, 0), tensor("b", FSDP_F32, 1, 3, 0, 0),
+        tensor("c", FSDP_F32, 1, 2, 0, 0), tensor("i", FSDP_I32, 1, 2, 0, 0)};
+    fsdp_checkpoint_export_desc d = FSDP_ZERO;
+    fsdp_checkpoint_tensor t;
+    char like[600], from[600], to[600];
+    like_dir(like, e, 4);
+    store_tensors(h_tmpdir(), "from.safetensors", plain, 4);
+    path_of(from, "from.safetensors");
+    d.like = like, d.like_dtypes = 1, d.dtype = FSDP_F64;
+    CHECK_OK(fsdp_checkpoint_export(from, path_of(to, "dtypes"), &d, SAID));
+    CHECK_EQ_STR(said, "");
+    for (int i = 0; i < 2; i++) {
+        fsdp_checkpoint_reader *reader = open_it(to);
+        for (int k = 0; k < 4; k++) {
+            CHECK_OK(fsdp_checkpoint_tensor_at(reader, k, &t));
+            CHECK_EQ_INT(t.dtype, i && k < 3 ? FSDP_F64 : dtypes[k]);
+        }
+        fsdp_checkpoint_close(reader);
+        d.like_dtypes = 0;
+        if (!i) CHECK_OK(fsdp_checkpoint_export(from, path_of(to, "others"), &d, SAID));
+    }
+    says("[E493]");
+    d.texts = texts, d.num_texts = 2; /* config.json tells the dtype */
+    CHECK_OK(fsdp_checkpoint_export(from, path_of(to, "texts"), &d, SAID));
+    CHECK_EQ_STR(said, "");
+    store(h_tmpdir(), "want", "{}", 2), store(h_tmpdir(), "none", "", 0);
+    same_file(to, "config.json", h_tmpdir(), "want");
+    same_file(to, "new.txt", h_tmpdir(), "none");
+    for (int i = 1; i < COPIED; i++) same_file(to, copied_files[i], like, copied_files[i]);
+    CHECK_EQ_INT(num_names(to), COPIED + 2);
+    d.like = NULL;
+    CHECK_OK(fsdp_checkpoint_export(from, path_of(to, "alone"), &d, SAID));
+    same_file(to, "config.json", h_tmpdir(), "want");
+    CHECK_EQ_INT(num_names(to), 3);
+    path_of(to, "no");
+    for (size_t i = 0; i < sizeof bad / sizeof *bad + 4; i++) {
+        const int more = (int)i - (int)(sizeof bad / sizeof *bad);
+        d.texts = more < 0 ? &bad[i] : texts, d.num_texts = 1, d.num_ranks = 0, d.like_dtypes = 0;
+        if (more == 0) d.num_texts = -1;
+        if (more == 1) d.texts = NULL;
+        if (more >= 2) d.num_ranks = 1;
+        if (more == 3) d.num_texts = 0, d.like_dtypes = 1;
+        CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
+        says("[E463]");
+        CHECK_EQ_INT(access(to, F_OK), -1);
+    }
+}
 /* Each difference fails by name before anything is written; another dtype is reported. */
 TEST(fsdpck, export_like_compares) {
     static const struct {

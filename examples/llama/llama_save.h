@@ -1,0 +1,260 @@
+/* llama_save.h - what a training leaves: checkpoints, from which it resumes, and a directory that
+   transformers loads
+
+   A checkpoint has the parameters, what AdamW keeps, and a llama_run. Which rows a step has follows
+   from the seed and the number of the step, so that this number is the place in the data, too. A
+   run that resumes needs the same tokens, model directory, seed, batch and context; the number of
+   ranks may differ.
+
+   An export has the names of the directory that the model was loaded from, and all its other
+   files.
+
+   SPDX-License-Identifier: MIT */
+#ifndef LLAMA_SAVE_H
+#define LLAMA_SAVE_H
+
+#include "examples/llama/llama_model.h" // llama_model, llama_file_read
+
+/* Gives rank 0's line to all ranks. Returns 0 if it is empty, -1 if not or after a failure: `why`
+   has it. Collective. */
+static inline int llama_agree(fsdp_world *world, char line[LLAMA_WHY], char *why, size_t cap) {
+    if (fsdp_broadcast(world, NULL, line, LLAMA_WHY, 0)) {
+        snprintf(line, LLAMA_WHY, "%s", fsdp_last_error(world));
+    }
+    snprintf(why, cap, "%s", line);
+    return line[0] ? -1 : 0;
+}
+
+/* Returns 0; -1 if a call failed: `why` has its text. */
+static inline int llama_result(const fsdp_world *world, fsdp_status status, char *why, size_t cap) {
+    snprintf(why, cap, "%s", status ? fsdp_last_error(world) : "");
+    return status ? -1 : 0;
+}
+
+/* ---- export ---------------------------------------------------------------------------------- */
+
+typedef enum llama_export_dtype {
+    LLAMA_DTYPE_FILE, // of each tensor in the files that the model was loaded from
+    LLAMA_DTYPE_F32,
+    LLAMA_DTYPE_BF16,
+    LLAMA_DTYPE_F16,
+    LLAMA_DTYPES
+} llama_export_dtype;
+
+static const struct {
+    fsdp_dtype dtype;
+    const char *name; // in config.json
+} llama_dtypes[LLAMA_DTYPES] = {
+    {FSDP_DTYPE_KEEP, NULL}, {FSDP_F32, "float32"}, {FSDP_BF16, "bfloat16"}, {FSDP_F16, "float16"}};
+
+/* Checks, before ranks start, that a directory `out` can be made: there is nothing with that name,
+   and its parent is there. Returns 0; -1: `why` has a line. */
+static inline int llama_export_check(const char *out, char *why, size_t cap) {
+    char parent[LLAMA_PATH], name[LLAMA_PATH];
+    int found = 0, begin, up, end = (int)strlen(out);
+    const int fits = end > 0 && end < LLAMA_PATH - 64; // the temporary directory has a longer name
+    why[0] = 0;
+    if (!fits) {
+        snprintf(why, cap, "expected a path of 1 to %d bytes, got %d", LLAMA_PATH - 65, end);
+        return -1;
+    }
+    while (end > 1 && out[end - 1] == '/') end--;
+    for (begin = end; begin > 0 && out[begin - 1] != '/';) begin--;
+    for (up = begin; up > 1 && out[up - 1] == '/';) up--;
+    snprintf(parent, sizeof parent, "%.*s", begin ? up : 1, begin ? out : ".");
+    snprintf(name, sizeof name, "%.*s", end - begin, out + begin);
+    DIR *d = opendir(parent);
+    if (!d) {
+        snprintf(why, cap, "%s: expected its parent %s to be a directory: %s", out, parent,
+                 strerror(errno));
+        return -1;
+    }
+    for (struct dirent *e; !found && (e = readdir(d));) found = !strcmp(e->d_name, name);
+    closedir(d);
+    if (found || !name[0]) snprintf(why, cap, "%s: expected a new name, got one that exists", out);
+    return why[0] ? -1 : 0;
+}
+
+/* Writes config.json to `to` with `dtype` as the value of its keys dtype and torch_dtype. `to` has
+   room for twice the bytes. Returns how many there are. */
+static inline int64_t llama_config_as(const llama_file *f, const char *dtype, char *to) {
+    fsdp_json key, v;
+    int64_t from = 0, n = 0;
+    for (memset(&v, 0, sizeof v); fsdp_json_next(&f->root, &key, &v);) {
+        if (!llama_is(&key, "dtype") && !llama_is(&key, "torch_dtype")) continue;
+        memcpy(to + n, f->text + from, (size_t)(v.begin - from));
+        n += v.begin - from;
+        n += sprintf(to + n, "\"%s\"", dtype);
+        from = v.end;
+    }
+    memcpy(to + n, f->text + from, f->nbytes - (size_t)from);
+    return n + (int64_t)f->nbytes - from;
+}
+
+/* Makes the config.json of an export: t->data, which you free. Returns 0; -1: `why` has a line. */
+static inline int llama_config_text(const char *from, const char *dtype, fsdp_checkpoint_text *t,
+                                    char *why, size_t cap) {
+    llama_file f;
+    char *text = (char *)malloc(2 * (size_t)LLAMA_CONFIG_BYTES);
+    why[0] = 0;
+    f.why = why, f.cap = cap;
+    if (!text) {
+        snprintf(why, cap, "%s: no memory for config.json", from);
+    } else if (llama_file_read(&f, from, "config.json") > 0) {
+        llama_fail(&f, "cannot be opened: %s", strerror(ENOENT));
+    }
+    t->name = "config.json", t->data = text;
+    if (!why[0]) t->nbytes = llama_config_as(&f, dtype, text);
+    return why[0] ? -1 : 0;
+}
+
+/* A tensor that the model does not have is left out: an ignored one, or lm_head next to a tied
+   embedding. */
+static inline int llama_may_lack(void *user, const char *name) {
+    (void)user, (void)name;
+    return 1;
+}
+
+/* Writes a directory that transformers loads: model.safetensors, or shards and an index, with the
+   names of `from`; config.json, in which only the value of dtype or torch_dtype may differ; and
+   the other files of `from` that are no weights. `out` gets its name when it is complete. ck's
+   file functions are used. Returns 0; -1 on every rank: `why` has a line, and there is no `out`.
+   Collective. */
+static inline int llama_export(llama_model *m, fsdp_checkpoint *ck, const char *from,
+                               const char *out, int dtype, char *why, size_t cap) {
+    fsdp_checkpoint_export_desc desc = FSDP_ZERO;
+    fsdp_checkpoint_text config = FSDP_ZERO;
+    char line[LLAMA_WHY];
+    line[0] = 0;
+    desc.dtype = llama_dtypes[dtype].dtype;
+    desc.like = from, desc.may_lack = llama_may_lack;
+    desc.like_dtypes = dtype == LLAMA_DTYPE_FILE;
+    if (dtype != LLAMA_DTYPE_FILE && fsdp_rank(m->world) == 0) {
+        desc.texts = &config, desc.num_texts = 1;
+        llama_config_text(from, llama_dtypes[dtype].name, &config, line, sizeof line);
+    }
+    int result = llama_agree(m->world, line, why, cap);
+    if (!result) {
+        result = llama_result(m->world, fsdp_checkpoint_export_model(ck, out, &desc), why, cap);
+    }
+    free((void *)(uintptr_t)config.data);
+    return result;
+}
+
+/* ---- checkpoints ----------------------------------------------------------------------------- */
+
+#define LLAMA_BLOB "llama"
+
+// What a run that resumes must agree on, and how far it is. A blob of each checkpoint.
+typedef struct llama_run {
+    int64_t step; // how many are done
+    uint64_t seed;
+    uint64_t data; // hash of the tokens
+    uint64_t base; // llama_dir_hash of the model's directory
+    int32_t batch, context;
+} llama_run;
+
+/* Returns a hash of the names and sizes of a directory's files, without hidden ones. */
+static inline uint64_t llama_dir_hash(const char *dir) {
+    char path[LLAMA_PATH];
+    uint64_t sum = 0;
+    struct stat st;
+    DIR *d = opendir(dir);
+    for (struct dirent *e; d && (e = readdir(d));) {
+        const int n = snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        if (e->d_name[0] == '.' || n >= (int)sizeof path || stat(path, &st)) continue;
+        if (!S_ISREG(st.st_mode)) continue;
+        uint64_t h = UINT64_C(14695981039346656037); // FNV-1a of the size, then of the name
+        for (int i = 0; i < 8; i++) {
+            h = (h ^ (((uint64_t)st.st_size >> 8 * i) & 255)) * UINT64_C(1099511628211);
+        }
+        for (const char *c = e->d_name; *c; c++) {
+            h = (h ^ (unsigned char)*c) * UINT64_C(1099511628211);
+        }
+        sum += h; // in any order
+    }
+    if (d) closedir(d);
+    return sum;
+}
+
+/* Makes the checkpoints' object: call it after the optimizer is there. *run is saved with each
+   checkpoint and lives as long as *ck, which the model owns. keep: how many stay; 0: all. Returns
+   0; -1 on every rank: `why` has a line. Collective. */
+static inline int llama_checkpoint_create(llama_model *m, llama_run *run, int keep,
+                                          fsdp_checkpoint **ck, char *why, size_t cap) {
+    fsdp_checkpoint_desc desc = FSDP_ZERO;
+    fsdp_checkpoint_blob blob = FSDP_ZERO;
+    blob.name = LLAMA_BLOB, blob.data = run, blob.nbytes = (int64_t)sizeof *run;
+    desc.blobs = &blob, desc.num_blobs = 1, desc.keep = keep;
+    return llama_result(m->world, fsdp_checkpoint_create(m->model, &desc, ck), why, cap);
+}
+
+/* Saves dir/step-NNNNNNNN, NNNNNNNN being run->step, and returns when it is complete, as train_gpt
+   does without --async. After a failure the training can go on. *run is that of
+   llama_checkpoint_create. Returns 0; -1 on every rank: `why` has a line. Collective. */
+static inline int llama_checkpoint_save(llama_model *m, fsdp_checkpoint *ck, const char *dir,
+                                        const llama_run *run, char *why, size_t cap) {
+    return llama_result(m->world, fsdp_checkpoint_save(ck, dir, run->step), why, cap);
+}
+
+/* Compares a checkpoint's run with this one. Returns 0; -1: `why` has a line. */
+static inline int llama_run_check(const char *path, const llama_run *saved, const llama_run *run,
+                                  char *why, size_t cap) {
+    const struct {
+        const char *key;
+        unsigned long long expected, got;
+        int is_hash;
+    } rows[] = {{"seed", saved->seed, run->seed, 0},
+                {"data: hash of the tokens", saved->data, run->data, 1},
+                {"model: hash of names and sizes of the files", saved->base, run->base, 1},
+                {"batch", (uint32_t)saved->batch, (uint32_t)run->batch, 0},
+                {"context", (uint32_t)saved->context, (uint32_t)run->context, 0}};
+    for (int i = 0; i < 5; i++) {
+        if (rows[i].expected == rows[i].got) continue;
+        snprintf(why, cap,
+                 rows[i].is_hash ? "%s: %s: expected %016llx, got %016llx"
+                                 : "%s: %s: expected %llu, got %llu",
+                 path, rows[i].key, rows[i].expected, rows[i].got);
+        return -1;
+    }
+    return 0;
+}
+
+/* Reads the run of a checkpoint. Returns 0; -1: `why` has a line. */
+static inline int llama_run_read(const char *path, llama_run *out, char *why, size_t cap) {
+    fsdp_checkpoint_reader *reader;
+    fsdp_checkpoint_tensor t;
+    int result = fsdp_checkpoint_open(path, NULL, NULL, &reader, why, cap) ? -1 : 0;
+    if (result) return result;
+    const int64_t at = fsdp_checkpoint_tensor_find(reader, "fsdp.blob." LLAMA_BLOB);
+    if (fsdp_checkpoint_tensor_at(reader, at, &t) || t.nbytes != (int64_t)sizeof *out) {
+        snprintf(why, cap, "%s: expected a checkpoint of this program, got another one", path);
+        result = -1;
+    } else if (fsdp_checkpoint_read(reader, at, NULL, NULL, FSDP_DTYPE_KEEP, out, why, cap)) {
+        result = -1;
+    }
+    fsdp_checkpoint_close(reader);
+    return result;
+}
+
+/* Loads the newest complete checkpoint of `dir` and sets run->step to its step; 0: there is none,
+   and nothing is loaded. A checkpoint of another seed, data, base, batch or context than in rank
+   0's *run is refused, and then no parameter has changed. *run is that of llama_checkpoint_create.
+   Returns 0; -1 on every rank: `why` has a line. Collective. */
+static inline int llama_checkpoint_resume(llama_model *m, fsdp_checkpoint *ck, const char *dir,
+                                          llama_run *run, char *why, size_t cap) {
+    char path[LLAMA_PATH], line[LLAMA_WHY];
+    llama_run saved;
+    int64_t step;
+    fsdp_status status = fsdp_checkpoint_find(ck, dir, -1, path, sizeof path, &step);
+    if (status) return llama_result(m->world, status, why, cap);
+    why[0] = line[0] = 0, run->step = 0;
+    if (step < 0) return 0;
+    if (fsdp_rank(m->world) == 0 && !llama_run_read(path, &saved, line, sizeof line)) {
+        llama_run_check(path, &saved, run, line, sizeof line);
+    }
+    if (llama_agree(m->world, line, why, cap)) return -1;
+    return llama_result(m->world, fsdp_checkpoint_load(ck, path, NULL), why, cap);
+}
+
+#endif // LLAMA_SAVE_H

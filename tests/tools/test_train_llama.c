@@ -1,0 +1,248 @@
+/* test_train_llama.c - examples/llama/train_llama as a program: equal losses on any number of ranks,
+   resumes, exports, and one line for what is impossible.
+
+   SPDX-License-Identifier: MIT */
+#define TAGS NO(ASAN)
+#include "harness.h"
+#include "golden.h"
+
+#include <math.h> // cos
+
+enum { STEPS = 6, VOCAB = 97, TOKENS = 700, OUTPUT = 1 << 15 };
+
+static char output[OUTPUT], errors[OUTPUT]; /* the last run's */
+
+static void slurp(const char *name, char *text) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", h_tmpdir(), name);
+    FILE *f = fopen(path, "rb");
+    CHECK_MSG(f != NULL, "%s", path);
+    text[fread(text, 1, OUTPUT - 1, f)] = 0;
+    fclose(f);
+}
+
+static void put(const char *name, const void *bytes, size_t count) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", h_tmpdir(), name);
+    FILE *f = fopen(path, "wb");
+    CHECK(f != NULL && fwrite(bytes, 1, count, f) == count && fclose(f) == 0);
+}
+
+/* Writes tokens, and a mask without labels, and goes into the folder of the test. */
+static void prepare(void) {
+    static uint8_t bytes[1024 + 2 * TOKENS], mask[TOKENS];
+    const uint32_t head[3] = {20240520, 1, TOKENS};
+    golden_needs("llama");
+    if (access("examples/llama/train_llama", X_OK))
+        SKIP("no examples/llama/train_llama: make examples builds it");
+    unsetenv("RANK"), unsetenv("WORLD_SIZE");
+    for (int i = 0; i < 12; i++) bytes[i] = (uint8_t)(head[i / 4] >> 8 * (i % 4));
+    for (int i = 0; i < TOKENS; i++) bytes[1024 + 2 * i] = (uint8_t)(i * i % VOCAB);
+    put("t.bin", bytes, sizeof bytes);
+    put("no.mask", mask, sizeof mask);
+    for (int i = 0; i < TOKENS; i++) mask[i] = i % 5 != 0;
+    put("some.mask", mask, sizeof mask);
+}
+
+/* Runs a shell command, in which @ is the program with the golden model, and % the folder of the
+   test. Returns its exit status. */
+static int run(const char *form) {
+    char command[4096];
+    size_t n = 0;
+    for (const char *c = form; *c && n < sizeof command - 1100; c++) {
+        if (*c == '@') {
+            n += (size_t)snprintf(command + n, 600,
+                                  "examples/llama/train_llama --model %s/llama/llama_tied/model",
+                                  golden_dir());
+        } else if (*c == '%') {
+            n += (size_t)snprintf(command + n, 500, "%s", h_tmpdir());
+        } else command[n++] = *c;
+    }
+    snprintf(command + n, sizeof command - n, " >%s/out 2>%s/err </dev/null", h_tmpdir(),
+             h_tmpdir());
+    const int status = system(command);
+    slurp("out", output), slurp("err", errors);
+    printf("%s\n%s%s", command, output, errors);
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+typedef struct curve {
+    int count, step[STEPS];
+    double loss[STEPS], norm[STEPS], lr[STEPS];
+    long long tokens[STEPS];
+} curve;
+
+static void read_curve(const char *name, curve *c) {
+    static char text[OUTPUT];
+    const char *at = text;
+    int n = 0;
+    slurp(name, text);
+    for (c->count = 0; *at; at += n, c->count++) {
+        const int i = c->count;
+        double seconds;
+        CHECK(i < STEPS);
+        CHECK_EQ_INT(sscanf(at,
+                            "{\"step\": %d, \"loss\": %lf, \"norm\": %lf, \"lr\": %lf, "
+                            "\"tokens\": %lld, \"seconds\": %lf}%n",
+                            &c->step[i], &c->loss[i], &c->norm[i], &c->lr[i], &c->tokens[i],
+                            &seconds, &n),
+                     6);
+        CHECK(at[n++] == '\n' && seconds > 0.0);
+    }
+}
+
+#define TRAIN "@ --data %/t.bin --steps 6 --batch 12 --context 20 --lr 1e-3 "
+
+static const struct {
+    const char *name, *how;
+} ways[] = {{"2_ranks", TRAIN "--ranks 2 --json %/j"},
+            {"3_ranks", TRAIN "--ranks 3 --micro 1 --json %/j"},
+            {"4_ranks_accumulate", TRAIN "--ranks 4 --micro 1 --accumulate --json %/j"},
+            {"1_rank_recompute", TRAIN "--recompute --micro 2 --ce-rows 7 --json %/j"},
+            {"launched", "tools/fsdprun -n 2 " TRAIN "--json %/j"}};
+
+/* The losses of one rank, however the rows are divided. The learning rate warms up for a tenth of
+   the steps, which is none here, and then falls along half a cosine to a tenth. */
+TEST_P(train_llama, same_losses, ways, SECONDS(120)) {
+    curve one, c;
+    prepare();
+    CHECK_EQ_INT(run(TRAIN "--ranks 1 --json %/one"), 0);
+    read_curve("one", &one);
+    CHECK_EQ_INT(run(row->how), 0);
+    read_curve("j", &c);
+    CHECK_EQ_INT(one.count, STEPS);
+    CHECK_EQ_INT(c.count, STEPS);
+    for (int i = 0; i < STEPS; i++) {
+        CHECK_EQ_INT(c.step[i], i + 1);
+        CHECK_EQ_INT(c.tokens[i], 12 * 20);
+        CHECK_NEAR(c.loss[i] / one.loss[i], 1.0, 1e-5);
+        CHECK_NEAR(c.norm[i] / one.norm[i], 1.0, 1e-4);
+        CHECK_NEAR(c.lr[i], 1e-4 + 9e-4 * 0.5 * (1.0 + cos(3.141592653589793 * i / STEPS)), 1e-12);
+    }
+    CHECK(one.loss[STEPS - 1] < one.loss[0]);
+}
+
+TEST(train_llama, warmup_and_options) {
+    static const double lrs[STEPS] = {1e-3, 2e-3, 2e-3, 1.5e-3, 1e-3, 0};
+    curve c;
+    prepare();
+    CHECK_EQ_INT(run("@ --data %/t.bin --mask %/some.mask --steps 5 --batch 2 --context 20 --lr "
+                     "2e-3 --min-lr 1e-3 --warmup 2 --clip 0.5 --seed 9 --json %/j"),
+                 0);
+    read_curve("j", &c);
+    CHECK_EQ_INT(c.count, 5);
+    for (int i = 0; i < 5; i++) {
+        const double done = (i - 2) / 3.0;
+        const double want = i < 2 ? lrs[i] : 1e-3 + 5e-4 * (1.0 + cos(3.141592653589793 * done));
+        CHECK_NEAR(c.lr[i], want, 1e-12);
+        CHECK_EQ_INT(c.tokens[i], 32); /* one token in five is no label */
+    }
+}
+
+/* A run that goes on from a checkpoint ends as one that was not interrupted, to the bit. */
+TEST(train_llama, resumes, SECONDS(120)) {
+    curve whole, rest;
+    prepare();
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --save-every 3 --json %/whole --export %/a"), 0);
+    CHECK_EQ_INT(run("rm -rf %/run/step-00000006 ;" TRAIN
+                     "--ranks 2 --save %/run --resume --json %/rest --export %/b"),
+                 0);
+    CHECK(strstr(output, "run: 3 steps are done\n") != NULL);
+    read_curve("whole", &whole), read_curve("rest", &rest);
+    CHECK_EQ_INT(rest.count, 3);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ_INT(rest.step[i], i + 4);
+        CHECK(rest.loss[i] == whole.loss[i + 3] && rest.norm[i] == whole.norm[i + 3]);
+    }
+    CHECK_EQ_INT(run("diff -r %/a %/b"), 0);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --seed 2 --save %/run --resume"), 1);
+    CHECK(strstr(errors, "seed: expected 1, got 2\n") != NULL);
+    /* a launcher that starts the job again resumes: nothing is left to do */
+    CHECK_EQ_INT(run("FSDP_RESTART_COUNT=1 " TRAIN "--ranks 3 --save %/run"), 0);
+    CHECK(strstr(output, "run: 6 steps are done\n") != NULL);
+    CHECK(strstr(output, "step ") == NULL);
+}
+
+/* Without --steps it evaluates, and the export of an unchanged model has the same bytes. */
+TEST(train_llama, evaluates_samples_and_exports, SECONDS(120)) {
+    char one[200], *line;
+    prepare();
+    CHECK_EQ_INT(run("@ --data %/t.bin --context 24 --batch 4 --ranks 1 --sample 1,2,3 --new 8"), 0);
+    CHECK((line = strstr(output, "eval ")) != NULL);
+    snprintf(one, sizeof one, "%.*s", (int)strcspn(line, "\n"), line);
+    CHECK(strstr(one, " of 696 tokens") != NULL); /* 29 rows */
+    CHECK_EQ_INT(run("@ --data %/t.bin --context 24 --ranks 3 --batch 3 --sample 1,2,3 --new 8 "
+                     "--export %/same"),
+                 0);
+    CHECK_MSG(strstr(output, one) != NULL, "%s", one);
+    char samples[2][200];
+    for (int i = 0; i < 2; i++) {
+        CHECK((line = strstr(output, "sample  ")) != NULL);
+        snprintf(samples[i], sizeof samples[i], "%.*s", (int)strcspn(line, "\n"), line);
+        if (i == 0) CHECK_EQ_INT(run("@ --sample 1,2,3 --new 8 --ranks 2"), 0);
+    }
+    CHECK_EQ_STR(samples[0], samples[1]);
+    char command[700];
+    snprintf(command, sizeof command, "diff -r %%/same %s/llama/llama_tied/model", golden_dir());
+    CHECK_EQ_INT(run(command), 0);
+}
+
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name, *how;
+    int status;
+    const char *line;
+} refusals[] = {
+    {"no_model", "examples/llama/train_llama", 2,
+     "--model: expected a directory of Hugging Face, got none"},
+    {"other_folder", "examples/llama/train_llama --model docs --sample 1", 2,
+     "docs/config.json: cannot be opened: No such file or directory"},
+    {"nothing", "@", 2, "nothing to do: expected --data, --sample or --export"},
+    {"no_data", "@ --steps 3", 2, "--steps: expected --data, too"},
+    {"word", "@ more", 2, "more: expected an option: --help lists them"},
+    {"integer", "@ --steps 0", 2, "--steps 0: expected a whole number from 1 to 100000000"},
+    {"real", "@ --beta1 1", 2, "--beta1 1: expected a number from 0, less than 1"},
+    {"nan", "@ --lr nan", 2, "--lr nan: expected a number from 0"},
+    {"seed", "@ --seed -1", 2, "--seed -1: expected a whole number that is not negative"},
+    {"sample", "@ --sample 1,,2", 2,
+     "--sample 1,,2: expected at most 4096 token numbers with commas, as 504,3575,282"},
+    {"dtype", "@ --export-dtype f8", 2, "--export-dtype f8: expected file, f32, bf16 or f16"},
+    {"resume", "@ --data %/t.bin --steps 1 --resume", 2, "--resume: expected --save, too"},
+    {"eval_every", "@ --data %/t.bin --steps 1 --eval-every 1", 2,
+     "--eval-every: expected --eval-data, too"},
+    {"batch", "@ --data %/t.bin --steps 1 --ranks 3 --batch 8", 2,
+     "--batch 8: expected a multiple of 3 ranks * --micro 2"},
+    {"few_rows", "@ --data %/t.bin --steps 1 --ranks 4 --batch 4 --micro 2", 2,
+     "--batch 4: expected a multiple of 4 ranks * --micro 2"},
+    {"context", "@ --data %/t.bin --context 1000", 2,
+     "--context 1000: expected at most max_position_embeddings, 128"},
+    {"tokens", "@ --data %/t.bin --context 128 --ranks 6 --batch 6", 2,
+     "t.bin: expected at least a row of --context 128 for each of 6 ranks, got 700 tokens"},
+    {"export", "@ --export %", 2, ": expected a new name, got one that exists"},
+    {"launcher", "WORLD_SIZE=2 RANK=0 @ --ranks 3 --sample 1", 2,
+     "--ranks 3 inside a launcher's job of WORLD_SIZE=2: leave it out"},
+    {"mask", "@ --data %/t.bin --mask %/no.mask --steps 2 --context 20 --ranks 2", 1,
+     "step 1: expected a counted label, got none: look at --mask"},
+    {"token", "@ --sample 97", 1,
+     "--sample: token 0 of the prompt: expected 0 to 96 (vocab_size - 1), got 97"}};
+
+/* One line, and nothing else: exit status 2 before a rank starts, 1 on the way. */
+TEST_P(train_llama, refusals, refusals, 0) {
+    prepare();
+    CHECK_EQ_INT(run(row->how), row->status);
+    CHECK_MSG(strstr(errors, row->line) != NULL, "%s", row->line);
+    if (row->status == 2) {
+        CHECK(!strncmp(errors, "train_llama: ", 13));
+        CHECK_EQ_STR(strchr(errors, '\n'), "\n"); /* one line */
+        CHECK_EQ_STR(output, "");
+    }
+}
+
+TEST(train_llama, help) {
+    prepare();
+    CHECK_EQ_INT(run("@ --help"), 0);
+    CHECK(!strncmp(output, "usage: train_llama --model DIR [options]\n", 41));
+    CHECK_EQ_STR(errors, "");
+}
