@@ -445,8 +445,7 @@ static void no_memory_rank(lab_rank *r) {
     CALL(r->w, fsdp_set_grad_enabled(m.model, f->train));
     r->heap->persistent = f->k % 2;
     if (r->rank == 1) w_fail(r->heap, f->k / 2);
-    (void)llama_model_pass(&m, tokens, tokens, 1, f->train ? 0.25 : 0.0, NULL,
-                           &f->failed[r->rank]);
+    (void)llama_model_pass(&m, tokens, tokens, 1, f->train ? 0.25 : 0.0, NULL, &f->failed[r->rank]);
     w_fail(r->heap, -1);
     if (r->rank == 1) f->failures = r->heap->failures;
     llama_model_destroy(&m);
