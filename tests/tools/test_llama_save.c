@@ -595,7 +595,12 @@ TEST(llama_save, dir_hash) {
     put(b, "config.json", "[ ]");
     CHECK(h != llama_dir_hash(b)); /* another size */
     put(b, "config.json", "[]"), put(b, "more", "");
-    CHECK(h != llama_dir_hash(b)); /* another name */
+    const uint64_t more = llama_dir_hash(b);
+    CHECK(h != more); /* another file */
+    snprintf(sub, sizeof sub, "%s/more", b);
+    CHECK(!unlink(sub));
+    put(b, "mora", "");
+    CHECK(more != llama_dir_hash(b)); /* another name */
     put(a, "config.json", "12345"), put(a, "model.safetensors", "[]");
     CHECK(h != llama_dir_hash(a)); /* the sizes are those of the other names */
 }
