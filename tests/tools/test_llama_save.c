@@ -247,6 +247,40 @@ TEST_P(llama_save, export, sizes, GLOO | SECONDS(120)) {
         lab_run(row->size, NULL, export_rank, (void *)(uintptr_t)&cases[i]);
 }
 
+/* Tensors that the model ignores, as lm_head.weight next to a tied embedding, are left out. */
+static void tied_rank(lab_rank *r) {
+    char from[600], dir[600], out[600], name[700], path[1400], why[LLAMA_WHY];
+    fsdp_checkpoint *ck;
+    llama_model m;
+    int64_t n;
+    model_dir("llama_untied_bias", from);
+    ck_dir(dir, "from"), ck_dir(out, "out");
+    if (r->rank == 0) {
+        char *text = slurp(from, "config.json", &n), *at;
+        CHECK(!mkdir(dir, 0700) && (at = strstr(text, "\"tie_word_embeddings\": false")));
+        memcpy(strchr(at, ':') + 2, " true", 5);
+        snprintf(path, sizeof path, "%s/config.json", dir);
+        ck_spit(path, text, n);
+        free(text);
+        snprintf(path, sizeof path, "%s/model.safetensors", dir);
+        snprintf(name, sizeof name, "%s/model.safetensors", from);
+        char *weights = ck_slurp(name, &n);
+        ck_spit(path, weights, n);
+        free(weights);
+    }
+    CALL(r->w, fsdp_barrier(r->w));
+    load_model(r, dir, 1, 2, &m);
+    CHECK(m.c.tied);
+    CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
+    CHECK_MSG(!llama_export(&m, ck, dir, out, LLAMA_DTYPE_FILE, why, sizeof why), "%s", why);
+    if (r->rank == 0) check_tensors(&m, dir, out, FSDP_DTYPE_KEEP), check_files(dir, out);
+    llama_model_destroy(&m);
+}
+TEST(llama_save, export_ignored) {
+    golden_needs("llama");
+    lab_run(2, NULL, tied_rank, NULL);
+}
+
 /* config.json: which values are replaced. */
 static const struct {
     const char *name, *text, *want;
@@ -561,7 +595,12 @@ TEST(llama_save, dir_hash) {
     put(b, "config.json", "[ ]");
     CHECK(h != llama_dir_hash(b)); /* another size */
     put(b, "config.json", "[]"), put(b, "more", "");
-    CHECK(h != llama_dir_hash(b)); /* another name */
+    const uint64_t more = llama_dir_hash(b);
+    CHECK(h != more); /* another file */
+    snprintf(sub, sizeof sub, "%s/more", b);
+    CHECK(!unlink(sub));
+    put(b, "mora", "");
+    CHECK(more != llama_dir_hash(b)); /* another name */
     put(a, "config.json", "12345"), put(a, "model.safetensors", "[]");
     CHECK(h != llama_dir_hash(a)); /* the sizes are those of the other names */
 }
