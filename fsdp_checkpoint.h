@@ -392,7 +392,8 @@ FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,
                does those of a checkpoint: the files have the same bytes. Rank 0 writes
    desc        NULL: its defaults. Its files are not used: those of ck are. num_ranks,
                with_optimizer and ema are refused; for averages call fsdp_ema_swap before and after.
-               Only rank 0 reads texts. rename, source and may_lack are called on a worker thread of rank 0
+               Only rank 0 reads texts. rename, source and may_lack are called on a worker thread
+               of rank 0
    Result      FSDP_OK; as fsdp_checkpoint_export, on all ranks; INVALID_STATE (a unit is not idle),
                UNSUPPORTED (a parameter is a part of a tensor: tensor parallelism). A dtype that
                differs from like is logged

@@ -136,7 +136,8 @@ static inline int llama_data_open(llama_data *d, const char *tokens, const char 
         llama_data_close(d);
         return -1;
     }
-    d->hash = llama_bytes_hash(&d->mask, llama_bytes_hash(&d->file, UINT64_C(14695981039346656037)));
+    d->hash = llama_bytes_hash(&d->mask,
+                               llama_bytes_hash(&d->file, UINT64_C(14695981039346656037)));
     return 0;
 }
 
@@ -174,7 +175,8 @@ static inline int64_t llama_data_pick(int64_t rows, uint64_t seed, int64_t place
     do {
         for (uint64_t round = 0; round < 4; round++) {
             const uint64_t left = x >> half, right = x & ones;
-            x = right << half | (left ^ (llama_mix(key + round * 0x9E3779B97F4A7C15u + right) & ones));
+            x = right << half |
+                (left ^ (llama_mix(key + round * 0x9E3779B97F4A7C15u + right) & ones));
         }
     } while (x >= (uint64_t)rows);
     return (int64_t)x;

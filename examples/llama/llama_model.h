@@ -447,13 +447,15 @@ static inline ptrdiff_t llama_batch_at(const llama_model *m, int b) {
 
 /* Sets out->counted. Returns FSDP_OK; INVALID_ARG on every rank if no label of the step counts.
    Collective. */
-static inline fsdp_status llama_count(llama_model *m, const llama_batch *in, llama_step_result *out) {
+static inline fsdp_status llama_count(llama_model *m, const llama_batch *in,
+                                      llama_step_result *out) {
     memset(out, 0, sizeof *out);
     for (int b = 0; b < in->count; b++) {
         const int32_t *labels = in->labels + llama_batch_at(m, b);
         for (int i = 0; i < in->rows[b] * m->acts.desc.context; i++) out->counted += labels[i] >= 0;
     }
-    const fsdp_status status = fsdp_all_reduce(m->world, NULL, &out->counted, 1, FSDP_I64, FSDP_SUM);
+    const fsdp_status status = fsdp_all_reduce(m->world, NULL, &out->counted, 1, FSDP_I64,
+                                               FSDP_SUM);
     return status || out->counted ? status : FSDP_ERR_INVALID_ARG;
 }
 

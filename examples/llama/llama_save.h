@@ -118,7 +118,8 @@ static inline int llama_may_lack(void *user, const char *name) {
 /* Writes a directory that transformers loads: model.safetensors, or shards and an index, with the
    names of `from`; config.json, in which only the value of dtype or torch_dtype may differ; and
    the other files of `from` that are no weights. `out` gets its name when it is complete. ck's
-   file functions are used. Returns 0; -1 on every rank: `why` has a line, and there is no `out`.
+   file functions are used. Returns 0; -1 on every rank: `why` has a line; there is no `out`, unless
+   only the last sync of its parent has failed.
    Collective. */
 static inline int llama_export(llama_model *m, fsdp_checkpoint *ck, const char *from,
                                const char *out, int dtype, char *why, size_t cap) {

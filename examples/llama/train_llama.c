@@ -101,13 +101,15 @@ static const char HELP[] =
     "  --ce-rows N        rows of logits at a time (256)\n"
     "  --accumulate       reduce gradients with the last microbatch only: less traffic, but each\n"
     "                     rank keeps full gradients\n"
-    "  --recompute        compute each layer again for its backward: less memory, a third more time\n"
+    "  --recompute        compute each layer again for its backward: less memory, a third more "
+    "time\n"
     "  --eval-data FILE   tokens to evaluate after training\n"
     "  --eval-every N     and after every N steps\n"
     "  --save DIR         save checkpoints below DIR: at the end, and while it trains\n"
     "  --save-every N     after every N steps\n"
     "  --keep K           the newest K stay; 0: all (2)\n"
-    "  --resume           go on from the newest complete checkpoint in DIR, if there is one. Ranks\n"
+    "  --resume           go on from the newest complete checkpoint in DIR, if there is one. "
+    "Ranks\n"
     "                     may be more or fewer. A launcher that starts the job again does it, too\n"
     "  --export DIR       write the model in the form of --model\n"
     "  --export-dtype D   file (as in --model), f32, bf16 or f16 (file)\n"
@@ -183,11 +185,11 @@ typedef struct flag_option {
 /* Returns EXIT_DONE, or the exit status after a line. */
 static int parse_option(options *o, const char *name, const char *text) {
     const int_option ints[] = {
-        {"ranks", &o->ranks, 1},         {"steps", &o->steps, 1},
-        {"batch", &o->batch, 1},         {"micro", &o->micro, 1},
-        {"context", &o->context, 1},     {"warmup", &o->warmup, 0},
-        {"ce-rows", &o->loss_rows, 1},   {"save-every", &o->save_every, 1},
-        {"keep", &o->keep, 0},           {"eval-every", &o->eval_every, 1},
+        {"ranks", &o->ranks, 1},       {"steps", &o->steps, 1},
+        {"batch", &o->batch, 1},       {"micro", &o->micro, 1},
+        {"context", &o->context, 1},   {"warmup", &o->warmup, 0},
+        {"ce-rows", &o->loss_rows, 1}, {"save-every", &o->save_every, 1},
+        {"keep", &o->keep, 0},         {"eval-every", &o->eval_every, 1},
         {"new", &o->fresh, 1},
     };
     const real_option reals[] = {
@@ -229,12 +231,12 @@ static int parse_option(options *o, const char *name, const char *text) {
 /* Returns EXIT_DONE and sets *run to 1 if there is something to do; else the exit status. */
 static int parse_options(int argc, char **argv, options *o, int *run) {
     static const char *const values[] = {
-        "ranks", "steps", "batch",  "micro",  "context", "warmup",       "ce-rows", "save-every",
-        "keep",  "new",   "lr",     "min-lr", "beta1",   "beta2",        "eps",     "weight-decay",
-        "clip",  "seed",  "sample", "export-dtype", "eval-every"};
-    const text_option texts[] = {{"model", &o->model},       {"data", &o->data},
-                                 {"mask", &o->mask},         {"eval-data", &o->eval_data},
-                                 {"save", &o->save},         {"export", &o->export_dir},
+        "ranks",      "steps",        "batch", "micro", "context", "warmup",       "ce-rows",
+        "save-every", "keep",         "new",   "lr",    "min-lr",  "beta1",        "beta2",
+        "eps",        "weight-decay", "clip",  "seed",  "sample",  "export-dtype", "eval-every"};
+    const text_option texts[] = {{"model", &o->model}, {"data", &o->data},
+                                 {"mask", &o->mask},   {"eval-data", &o->eval_data},
+                                 {"save", &o->save},   {"export", &o->export_dir},
                                  {"json", &o->json}};
     const flag_option flags[] = {{"accumulate", &o->accumulate},
                                  {"recompute", &o->recompute},
@@ -314,7 +316,8 @@ static int open_job(job *j) {
     if (o->mask && !o->data) return impossible("--mask: expected --data, too");
     if (!o->save && (o->save_every || o->resume))
         return impossible("%s: expected --save, too", o->resume ? "--resume" : "--save-every");
-    if (o->eval_every && !o->eval_data) return impossible("--eval-every: expected --eval-data, too");
+    if (o->eval_every && !o->eval_data)
+        return impossible("--eval-every: expected --eval-data, too");
     if (!o->data && !o->prompt_count && !o->export_dir)
         return impossible("nothing to do: expected --data, --sample or --export");
     o->resume |= o->save && is_started_again();
@@ -341,7 +344,7 @@ typedef struct trainer {
     int rank, ranks, micros;
     llama_model m;
     fsdp_adamw *adamw;
-    llama_run run;        // what checkpoints carry
+    llama_run run; // what checkpoints carry
     fsdp_checkpoint *ck;
     int32_t *tokens, *labels; // of all microbatches of this rank in a step
     int *rows;                // [micros]
@@ -454,7 +457,8 @@ static int train(trainer *t) {
         const fsdp_status status = llama_step(&t->m, t->adamw, &batch, o->accumulate,
                                               learning_rate(o, step), o->clip, &result);
         if (status && !result.counted)
-            return failure(t, "step %d: expected a counted label, got none: look at --mask", step + 1);
+            return failure(t, "step %d: expected a counted label, got none: look at --mask",
+                           step + 1);
         if (status) return failure(t, "step %d: %s", step + 1, fsdp_last_error(t->world));
         show_step(t, step, &result, now_seconds() - begin);
         const int is_last = step + 1 == o->steps;
@@ -583,8 +587,8 @@ static int run_rank(fsdp_world *world, void *arg) {
         result = failure(t, "--data: %s", fsdp_last_error(world));
     if (!result && t->opt->prompt_count) result = show_sample(t);
     if (!result && t->opt->export_dir) {
-        if (llama_export(&t->m, t->ck, t->opt->model, t->opt->export_dir,
-                         t->opt->export_dtype, why, sizeof why))
+        if (llama_export(&t->m, t->ck, t->opt->model, t->opt->export_dir, t->opt->export_dtype, why,
+                         sizeof why))
             result = failure(t, "--export: %s", why);
         else if (!t->rank) printf("export  %s\n", t->opt->export_dir);
     }

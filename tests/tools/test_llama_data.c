@@ -116,7 +116,18 @@ TEST(llama_data, hash) {
 /* ---- refusals -------------------------------------------------------------------------------- */
 
 typedef enum fault {
-    NO_FILE, FOLDER, EMPTY, SHORT, MAGIC, VERSION, FEWER, MORE, ODD, HIGH, NO_MASK, SHORT_MASK
+    NO_FILE,
+    FOLDER,
+    EMPTY,
+    SHORT,
+    MAGIC,
+    VERSION,
+    FEWER,
+    MORE,
+    ODD,
+    HIGH,
+    NO_MASK,
+    SHORT_MASK
 } fault;
 static const struct {
     const char *name;

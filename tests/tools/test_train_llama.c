@@ -168,7 +168,8 @@ TEST(train_llama, resumes, SECONDS(120)) {
 TEST(train_llama, evaluates_samples_and_exports, SECONDS(120)) {
     char one[200], *line;
     prepare();
-    CHECK_EQ_INT(run("@ --data %/t.bin --context 24 --batch 4 --ranks 1 --sample 1,2,3 --new 8"), 0);
+    CHECK_EQ_INT(run("@ --data %/t.bin --context 24 --batch 4 --ranks 1 --sample 1,2,3 --new 8"),
+                 0);
     CHECK((line = strstr(output, "eval ")) != NULL);
     snprintf(one, sizeof one, "%.*s", (int)strcspn(line, "\n"), line);
     CHECK(strstr(one, " of 696 tokens") != NULL); /* 29 rows */
