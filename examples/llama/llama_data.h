@@ -8,6 +8,8 @@
    neighbours share one token. The order of rows is a permutation of each epoch, computed for one
    index at a time: the place in the data is a number, on any number of ranks.
 
+   Files are mapped: do not make one shorter while it is open.
+
    This file knows nothing about sharding. SPDX-License-Identifier: MIT */
 #ifndef LLAMA_DATA_H
 #define LLAMA_DATA_H
@@ -51,7 +53,8 @@ static inline void llama_data_close(llama_data *d) {
 static inline int llama_bytes_map(llama_bytes *b, const char *path, char *why, size_t cap) {
     struct stat st;
     void *at = MAP_FAILED;
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    // a pipe without a writer must not block
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     const int is_file = fd >= 0 && !fstat(fd, &st) && S_ISREG(st.st_mode);
     if (is_file && st.st_size > 0)
         at = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
@@ -74,11 +77,10 @@ static inline uint32_t llama_token(const llama_data *d, int64_t i) {
 
 /* FNV-1a over words of 8 bytes, then the rest. */
 static inline uint64_t llama_bytes_hash(const llama_bytes *b, uint64_t h) {
-    uint64_t word;
     size_t i = 0;
     for (; i + 8 <= b->count; i += 8) {
-        memcpy(&word, b->at + i, 8);
-        h = (h ^ word) * UINT64_C(1099511628211);
+        const uint64_t high = llama_le32(b->at + i + 4);
+        h = (h ^ (high << 32 | llama_le32(b->at + i))) * UINT64_C(1099511628211);
         h ^= h >> 29;
     }
     for (; i < b->count; i++) h = (h ^ b->at[i]) * UINT64_C(1099511628211);

@@ -16,8 +16,8 @@
        tools/fsdprun -n 2 train_llama --model DIR --data tokens.bin --steps 100 --save run --resume
 
    Losses depend on --seed, --batch and --context, and not on the number of ranks, rounding apart.
-   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible: then no rank
-   has started.
+   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible: then nothing
+   is allocated, read or written.
 
    SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
@@ -81,7 +81,7 @@ static double now_seconds(void) {
 static const char HELP[] =
     "usage: train_llama --model DIR [options]\n"
     "Fine-tunes a Llama, Qwen2 or Qwen3 model; each rank holds one part of every parameter.\n"
-    "Without --steps it evaluates --data, continues --sample, or exports, and ends.\n"
+    "Without --steps it evaluates the files of tokens, continues --sample, or exports, and ends.\n"
     "\n"
     "  --model DIR        of Hugging Face: config.json and safetensors\n"
     "  --data FILE        tokens to learn, in the form of llm.c; tokens.py makes them\n"
@@ -305,7 +305,6 @@ static int check_options(job *j, int ranks) {
 static int open_job(job *j) {
     options *o = &j->opt;
     const char *launched = getenv("WORLD_SIZE");
-    const int ranks = o->ranks ? o->ranks : launched && atoi(launched) > 0 ? atoi(launched) : 1;
     fsdp_checkpoint_reader *files;
     char why[LLAMA_WHY];
     if (!o->model) return impossible("--model: expected a directory of Hugging Face, got none");
@@ -318,8 +317,8 @@ static int open_job(job *j) {
         return impossible("%s: expected --save, too", o->resume ? "--resume" : "--save-every");
     if (o->eval_every && !o->eval_data)
         return impossible("--eval-every: expected --eval-data, too");
-    if (!o->data && !o->prompt_count && !o->export_dir)
-        return impossible("nothing to do: expected --data, --sample or --export");
+    if (!o->data && !o->eval_data && !o->prompt_count && !o->export_dir)
+        return impossible("nothing to do: expected --data, --eval-data, --sample or --export");
     o->resume |= o->save && is_started_again();
     if (llama_config_read(o->model, &j->config, why, sizeof why) ||
         llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
@@ -332,7 +331,10 @@ static int open_job(job *j) {
         return impossible("%s", why);
     if (o->export_dir && llama_export_check(o->export_dir, why, sizeof why))
         return impossible("%s", why);
-    return check_options(j, ranks);
+    FILE *json = o->json ? fopen(o->json, "a") : NULL;
+    if (o->json && !json) return impossible("--json %s: %s", o->json, strerror(errno));
+    if (json) fclose(json);
+    return o->ranks ? check_options(j, o->ranks) : EXIT_DONE;
 }
 
 /* ---- a rank ---------------------------------------------------------------------------------- */
@@ -363,17 +365,17 @@ static double learning_rate(const options *o, int step) {
     return o->min_lr + (o->lr - o->min_lr) * 0.5 * (1.0 + cos(3.141592653589793 * done));
 }
 
-/* Reads rows of data into microbatch b: those at place first + rank, first + rank + ranks, ... below
-   `end`; seed 0: in the order of the file. Returns their number. */
+/* Reads rows of data into microbatch b: those at place first + rank, first + rank + ranks, ...,
+   below `end`; in the order of the file, or mixed by --seed. Returns their number. */
 static int read_rows(trainer *t, const llama_data *data, int b, int64_t first, int64_t end,
-                     uint64_t seed) {
+                     int mixed) {
     const int T = t->opt->context;
     const int64_t rows = llama_data_rows(data, T);
     int count = 0;
     for (int64_t at = first + t->rank; at < end && count < t->opt->micro; at += t->ranks, count++) {
         const ptrdiff_t to = ((ptrdiff_t)b * t->opt->micro + count) * T;
-        llama_data_row(data, seed ? llama_data_pick(rows, seed, at) : at, T, t->tokens + to,
-                       t->labels + to);
+        llama_data_row(data, mixed ? llama_data_pick(rows, t->opt->seed, at) : at, T,
+                       t->tokens + to, t->labels + to);
     }
     return count;
 }
@@ -451,8 +453,7 @@ static int train(trainer *t) {
         const int64_t each = (int64_t)t->ranks * o->micro, first = (int64_t)step * o->batch;
         llama_step_result result;
         for (int b = 0; b < t->micros; b++) {
-            t->rows[b] = read_rows(t, &t->j->data, b, first + b * each, first + (b + 1) * each,
-                                   o->seed + 1);
+            t->rows[b] = read_rows(t, &t->j->data, b, first + b * each, first + (b + 1) * each, 1);
         }
         const fsdp_status status = llama_step(&t->m, t->adamw, &batch, o->accumulate,
                                               learning_rate(o, step), o->clip, &result);
@@ -582,9 +583,11 @@ static int run_rank(fsdp_world *world, void *arg) {
         fprintf(stderr, "train_llama: --json %s: %s\n", t->opt->json, strerror(errno));
     if (!result) result = open_save(t);
     if (!result && t->opt->steps) result = train(t);
-    if (!result && !t->opt->steps && t->opt->data &&
-        show_evaluation(t, &t->j->data, t->opt->data, 0))
-        result = failure(t, "--data: %s", fsdp_last_error(world));
+    for (int i = 0; i < 2 && !result && !t->opt->steps; i++) {
+        const char *path = i ? t->opt->eval_data : t->opt->data;
+        if (path && show_evaluation(t, i ? &t->j->eval : &t->j->data, path, 0))
+            result = failure(t, "%s: %s", path, fsdp_last_error(world));
+    }
     if (!result && t->opt->prompt_count) result = show_sample(t);
     if (!result && t->opt->export_dir) {
         if (llama_export(&t->m, t->ck, t->opt->model, t->opt->export_dir, t->opt->export_dtype, why,
@@ -609,8 +612,9 @@ static int run_ranks(job *j) {
         desc.num_ranks = j->opt.ranks;
         return fsdp_spawn(&desc, run_rank, j) ? EXIT_FAILED : EXIT_DONE;
     }
-    if (fsdp_init(NULL, &world)) return EXIT_FAILED; // the reason has been logged
-    result = run_rank(world, j);
+    if (fsdp_init(NULL, &world)) return EXIT_FAILED;   // the reason has been logged
+    result = check_options(j, fsdp_world_size(world)); // a launcher need not say how many before
+    if (!result) result = run_rank(world, j);
     return fsdp_shutdown(world) && !result ? EXIT_FAILED : result;
 }
 

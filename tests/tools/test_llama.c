@@ -212,6 +212,7 @@ static void steps_rank(lab_rank *r) {
     fsdp_checkpoint_tensor shape, t;
     fsdp_adamw_desc adamw_desc = fsdp_adamw_defaults();
     fsdp_adamw *adamw;
+    fsdp_memory predicted, measured;
     llama_config c;
     llama_model m;
     llama_acts_desc desc;
@@ -231,6 +232,7 @@ static void steps_rank(lab_rank *r) {
     CHECK_MSG(!llama_model_create(&m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
     fsdp_checkpoint_close(files);
     adamw_desc.beta2 = 0.95, adamw_desc.weight_decay = 0.1;
+    CALL(r->w, fsdp_model_predict(m.model, &predicted));
     CALL(r->w, fsdp_adamw_create(m.model, &adamw_desc, &adamw));
     int32_t *mine = (int32_t *)lab_zeros((size_t)(4 * desc.rows * T), sizeof *mine);
     const llama_batch batch = {mine, mine + (ptrdiff_t)2 * desc.rows * T, used, 2};
@@ -243,6 +245,12 @@ static void steps_rank(lab_rank *r) {
         CHECK_EQ_INT(result.counted, counted[2 * step] + counted[2 * step + 1]);
         CHECK_NEAR(result.loss / loss[step], 1.0, 1e-5);
         CHECK_NEAR(result.norm / norm[step], 1.0, 1e-4);
+    }
+    CALL(r->w, fsdp_model_memory(m.model, &measured));
+    for (int p = 0; p < FSDP_POOL_COUNT && !what->accumulate; p++) {
+        const int is_shard = p == FSDP_POOL_SHARD || p == FSDP_POOL_SHARD_GRAD;
+        const int64_t most = predicted.pool_bytes[p];
+        CHECK(is_shard ? measured.pool_bytes[p] == most : measured.pool_bytes[p] <= most);
     }
     check_params(r->w, &m, &e);
     /* a step without a label is refused on every rank, and changes nothing */
@@ -262,7 +270,8 @@ static const struct {
     int size, accumulate;
 } trainings[] = {{"1", 1, 0}, {"2", 2, 0}, {"3", 3, 0}, {"4", 4, 0}, {"2_accumulate", 2, 1}};
 
-/* Three steps of two microbatches: losses, norms and parameters of transformers and torch. */
+/* Three steps of two microbatches: losses, norms and parameters of transformers and
+   torch, in no more memory than was predicted. */
 TEST_P(llama, steps, trainings,
        SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) | (row->accumulate ? AT_NIGHT(ASAN) : 0)) {
     golden_needs("llama");

@@ -8,7 +8,7 @@
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-enum { TOKENS = 40, VOCAB = 70000 };
+enum { TOKENS = 41, VOCAB = 70000 };
 
 static const char *in_tmpdir(const char *name) {
     static char paths[4][512];
@@ -45,11 +45,16 @@ static const char *put(const char *name, const uint8_t *bytes, size_t count) {
     return path;
 }
 
+/* Returns the number of open descriptors and of mapped files of the test. */
 static int count_open(void) {
     int count = 0;
+    char line[1200];
     DIR *d = opendir("/proc/self/fd");
     while (d && readdir(d)) count++;
     if (d) closedir(d);
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps && fgets(line, sizeof line, maps)) count += strstr(line, h_tmpdir()) != NULL;
+    if (maps) fclose(maps);
     return count;
 }
 
@@ -81,7 +86,7 @@ TEST_P(llama_data, rows, widths, 0) {
                 for (int t = 0; t < T; t++) {
                     const int at = r * T + t;
                     CHECK_EQ_INT(tokens[t], token_at(at, row->width));
-                    if (masked && !mask[at + 1]) CHECK(labels[t] < 0);
+                    if (masked && !mask[at + 1]) CHECK_EQ_INT(labels[t], -100);
                     else CHECK_EQ_INT(labels[t], token_at(at + 1, row->width));
                 }
             }
@@ -91,24 +96,26 @@ TEST_P(llama_data, rows, widths, 0) {
     CHECK_EQ_INT(count_open(), before);
 }
 
-/* What a resume compares: another token, another mask, and none give other numbers. */
+/* What a resume compares: each other token, each other byte of a mask, and no mask give other
+   numbers. */
 TEST(llama_data, hash) {
     uint8_t bytes[LLAMA_DATA_HEADER + 4 * TOKENS], mask[TOKENS];
     const size_t size = make_tokens(bytes, 2, TOKENS);
-    uint64_t seen[TOKENS + 2];
-    int count = 0;
+    uint64_t seen[2 * TOKENS + 2];
     char why[600];
     llama_data d;
     memset(mask, 1, sizeof mask);
-    for (int i = -2; i < TOKENS; i++) {
-        if (i >= 0) bytes[LLAMA_DATA_HEADER + 2 * i] ^= 1;
-        CHECK(!llama_data_open(&d, put("tokens", bytes, size),
-                               i == -1 ? put("mask", mask, TOKENS) : NULL, VOCAB, why, sizeof why));
-        seen[count++] = d.hash;
+    for (int i = 0; i < 2 * TOKENS + 2; i++) {
+        uint8_t *other = i < TOKENS       ? &bytes[LLAMA_DATA_HEADER + 2 * i]
+                         : i < 2 * TOKENS ? &mask[i - TOKENS]
+                                          : NULL;
+        if (other) *other ^= 1;
+        const char *path = put("tokens", bytes, size);
+        const char *of_mask = i < 2 * TOKENS + 1 ? put("mask", mask, TOKENS) : NULL;
+        CHECK(!llama_data_open(&d, path, of_mask, VOCAB, why, sizeof why));
+        seen[i] = d.hash;
         llama_data_close(&d);
-        if (i >= 0) bytes[LLAMA_DATA_HEADER + 2 * i] ^= 1;
-    }
-    for (int i = 0; i < count; i++) {
+        if (other) *other ^= 1;
         for (int k = 0; k < i; k++) CHECK(seen[i] != seen[k]);
     }
 }
@@ -118,6 +125,7 @@ TEST(llama_data, hash) {
 typedef enum fault {
     NO_FILE,
     FOLDER,
+    PIPE,
     EMPTY,
     SHORT,
     MAGIC,
@@ -136,6 +144,7 @@ static const struct {
 } refusals[] = {
     {"no_file", NO_FILE, ": No such file or directory"},
     {"folder", FOLDER, ": expected a file"},
+    {"pipe", PIPE, ": expected a file"},
     {"empty", EMPTY, ": the file is empty"},
     {"short", SHORT, ": size: expected a header of 1024 bytes, got 1023"},
     {"magic", MAGIC,
@@ -144,12 +153,12 @@ static const struct {
     {"version", VERSION,
      ": magic and version: expected 20240520 and 1, or 20240801 and 7, got 20240520 and 7: "
      "tokens.py makes such files"},
-    {"fewer", FEWER, ": size: expected 1102 bytes for 39 tokens, got 1104"},
-    {"more", MORE, ": size: expected 1106 bytes for 41 tokens, got 1104"},
-    {"odd", ODD, ": size: expected 1104 bytes for 40 tokens, got 1103"},
-    {"high", HIGH, ": token 39: expected less than vocab_size, 100, got 65535"},
+    {"fewer", FEWER, ": size: expected 1104 bytes for 40 tokens, got 1106"},
+    {"more", MORE, ": size: expected 1108 bytes for 42 tokens, got 1106"},
+    {"odd", ODD, ": size: expected 1106 bytes for 41 tokens, got 1105"},
+    {"high", HIGH, ": token 40: expected less than vocab_size, 100, got 100"},
     {"no_mask", NO_MASK, ": No such file or directory"},
-    {"short_mask", SHORT_MASK, ": size: expected a byte for each of 40 tokens, got 39"}};
+    {"short_mask", SHORT_MASK, ": size: expected a byte for each of 41 tokens, got 40"}};
 
 TEST_P(llama_data, refusals, refusals, 0) {
     uint8_t bytes[LLAMA_DATA_HEADER + 4 * TOKENS], mask[TOKENS];
@@ -167,12 +176,16 @@ TEST_P(llama_data, refusals, refusals, 0) {
     if (f == FEWER || f == MORE) put_le(bytes + 8, f == FEWER ? TOKENS - 1 : TOKENS + 1, 4);
     if (f == HIGH) {
         for (int i = 0; i < TOKENS - 1; i++) put_le(bytes + LLAMA_DATA_HEADER + 2 * i, 99, 2);
-        put_le(bytes + LLAMA_DATA_HEADER + 2 * (TOKENS - 1), 65535, 2);
+        put_le(bytes + LLAMA_DATA_HEADER + 2 * (TOKENS - 1), 100, 2);
     }
     size -= f == ODD;
     if (f == SHORT) size = LLAMA_DATA_HEADER - 1;
     if (f == EMPTY) size = 0;
     path = f == NO_FILE ? in_tmpdir("none") : f == FOLDER ? h_tmpdir() : put("tokens", bytes, size);
+    if (f == PIPE) {
+        path = in_tmpdir("pipe");
+        CHECK_EQ_INT(mkfifo(path, 0600), 0);
+    }
     if (f == NO_MASK) of_mask = in_tmpdir("none");
     if (f == SHORT_MASK) of_mask = put("mask", mask, TOKENS - 1);
     CHECK_EQ_INT(llama_data_open(&d, path, of_mask, f == HIGH ? 100 : VOCAB, why, sizeof why), -1);
@@ -188,19 +201,20 @@ TEST_P(llama_data, refusals, refusals, 0) {
 /* Every row comes once in an epoch; epochs and seeds have different orders. */
 TEST(llama_data, every_row_once_an_epoch) {
     enum { MOST = 300 };
-    static int64_t orders[4][MOST];
+    static const uint64_t seeds[3] = {0, 1, UINT64_MAX};
+    static int64_t orders[6][MOST];
     for (int64_t rows = 1; rows <= MOST; rows++) {
-        for (int64_t k = 0; k < 4; k++) { /* two epochs of two seeds */
+        for (int64_t k = 0; k < 6; k++) { /* two epochs of three seeds */
             char seen[MOST] = {0};
             int64_t moved = 0;
             for (int64_t i = 0; i < rows; i++) {
-                const int64_t r = llama_data_pick(rows, (uint64_t)(k / 2), k % 2 * rows + i);
+                const int64_t r = llama_data_pick(rows, seeds[k / 2], k % 2 * rows + i);
                 CHECK(r >= 0 && r < rows && !seen[r]);
                 seen[r] = 1, orders[k][i] = r, moved += r != i;
             }
             CHECK(rows < 20 || moved > rows / 2);
         }
-        for (int a = 0; rows >= 20 && a < 4; a++) {
+        for (int a = 0; rows >= 20 && a < 6; a++) {
             for (int b = 0; b < a; b++)
                 CHECK(memcmp(orders[a], orders[b], (size_t)rows * sizeof(int64_t)) != 0);
         }
