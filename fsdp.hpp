@@ -595,7 +595,7 @@ class unit : public setters<unit> {
                                                     static_cast<int>(targets.size())));
     }
 
-    /* view - as fsdp_param_view_get. Throws error */
+    /* view - as fsdp_param_view_get, which commits a new model: a collective then. Throws error */
     param_view view(int index) const {
         param_view v(detail::world_of(model_));
         return check(fsdp_param_view_get(get(), index, &v)), v;

@@ -224,7 +224,9 @@ static fsdp_status fsdpi_ck_live_list_all(fsdpi_ck_live *l, const char *call) {
     if (status || ck->rank) return status;
     if (!l->num)
         return fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
-                         "[E569] %s: no parameter has a name in files", call);
+                         "[E569] %s: no parameter has a name in files: place and skip_frozen "
+                         "leave out each of them",
+                         call);
     fsdp_safetensors_entry *e = (fsdp_safetensors_entry *)l->entries.ptr;
     l->header_bytes = fsdpi_ck_print_begin(e, l->num, 0, 0, 1, NULL, 0);
     l->data_bytes = e[l->num - 1].end;
