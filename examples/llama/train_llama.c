@@ -56,10 +56,10 @@ typedef struct job {
     char extra[LLAMA_WHY]; // tensors that the model does not have, or ""
 } job;
 
-/* Prints one line on the first rank. Returns EXIT_IMPOSSIBLE. */
+/* Prints one line on each host: files may be missing on one of them. Returns EXIT_IMPOSSIBLE. */
 static int impossible(const char *form, ...) __attribute__((format(printf, 1, 2)));
 static int impossible(const char *form, ...) {
-    const char *rank = getenv("RANK");
+    const char *rank = getenv("LOCAL_RANK");
     va_list args;
     if (rank && strcmp(rank, "0") != 0) return EXIT_IMPOSSIBLE;
     fputs("train_llama: ", stderr);
@@ -443,6 +443,12 @@ static int failure(const trainer *t, const char *form, ...) {
     return EXIT_FAILED;
 }
 
+/* The same for what may have failed on one rank only: each rank says what it knows. */
+static int rank_failure(const trainer *t, const char *why) {
+    fprintf(stderr, "train_llama: rank %d: %s\n", t->rank, why);
+    return EXIT_FAILED;
+}
+
 /* Trains from the step of the resume, or from the first one. */
 static int train(trainer *t) {
     const options *o = t->opt;
@@ -538,12 +544,12 @@ static int open_rank(trainer *t) {
     // a rank that fails alone must not leave the others in a collective
     if (fsdp_all_reduce(t->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX) || failed) {
         fsdp_checkpoint_close(files);
-        return failure(t, "%s", why[0] ? why : "another rank has failed: look at its line");
+        return rank_failure(t, why[0] ? why : "another rank has failed");
     }
     const llama_config config = t->m.c;
     failed = llama_model_create(&t->m, t->world, &config, files, &acts, why, sizeof why);
     fsdp_checkpoint_close(files);
-    if (failed) return failure(t, "%s", why);
+    if (failed) return rank_failure(t, why);
     adamw.beta1 = o->beta1, adamw.beta2 = o->beta2, adamw.eps = o->eps;
     adamw.weight_decay = o->weight_decay;
     adamw.num_groups = 2, adamw.groups[1].weight_decay = 0.0, adamw.group = decay_group;

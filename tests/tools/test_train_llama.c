@@ -224,6 +224,10 @@ static const struct {
     {"json", "@ --data %/t.bin --json %/none/j", 2, "/none/j: No such file or directory"},
     {"launched", "tools/fsdprun -n 3 @ --data %/t.bin --steps 1 --batch 4", 2,
      "--batch 4: expected a multiple of 3 ranks * --micro 1"},
+    {"second_host",
+     "tools/fsdprun -n 2 sh -c 'F=t.bin; test $RANK = 0 || F=none; export LOCAL_RANK=0; "
+     "exec @ --data %/$F --steps 1 --batch 2'",
+     2, "/none: No such file or directory"},
     {"launcher", "WORLD_SIZE=2 RANK=0 @ --ranks 3 --sample 1", 2,
      "--ranks 3 inside a launcher's job of WORLD_SIZE=2: leave it out"},
     {"mask", "@ --data %/t.bin --mask %/no.mask --steps 2 --context 20 --ranks 2", 1,
