@@ -1,5 +1,5 @@
-/* lab_llama.h - golden models of transformers for tests of examples/llama: directories and expected
-   values.
+/* lab_llama.h - golden models of transformers for tests of examples/llama: directories, expected
+   values, a rank's rows, and the models themselves.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_LLAMA_H
@@ -8,6 +8,11 @@
 #include "lab.h"
 #include "golden.h"
 #include "examples/llama/llama_model.h"
+
+enum { CASES = 8 };
+static const char *const models[CASES] = {
+    "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
+    "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
 
 typedef struct expected {
     fsdp_checkpoint_reader *files;
@@ -47,6 +52,32 @@ H_FN double difference(const float *got, const float *want, int64_t numel) {
 
 H_FN void model_dir(const char *name, char dir[600]) {
     snprintf(dir, 600, "%s/llama/%s/model", golden_dir(), name);
+}
+
+/* Makes a model from a directory in which nothing is left over. */
+H_FN void load_model(fsdp_world *w, const char *dir, const llama_acts_desc *desc, llama_model *m) {
+    fsdp_checkpoint_reader *files;
+    llama_config c;
+    char why[LLAMA_WHY], extra[LLAMA_WHY];
+    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
+    CHECK_EQ_STR(extra, "");
+    CHECK_MSG(!llama_model_create(m, w, &c, files, desc, why, sizeof why), "%s", why);
+    fsdp_checkpoint_close(files);
+}
+
+/* This rank's rows of a microbatch, r, r + W, ...: tokens, and the label that follows each. Returns
+   their number. */
+H_FN int my_rows(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows, int T,
+                 int32_t *t, int32_t *l) {
+    int B = 0;
+    for (int row = r->rank; row < rows; row += r->size, B++) {
+        for (int i = 0; i < T; i++) {
+            t[B * T + i] = tokens[row * T + i];
+            l[B * T + i] = i + 1 < T ? labels[row * T + i + 1] : -100;
+        }
+    }
+    return B;
 }
 
 #endif /* LAB_LLAMA_H */

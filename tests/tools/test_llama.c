@@ -11,19 +11,6 @@ typedef struct run {
     int recompute;
 } run;
 
-/* This rank's rows of the first microbatch, r, r + W, ...: tokens, and the label that follows each. */
-static int my_rows(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows, int T,
-                   int32_t *t, int32_t *l) {
-    int B = 0;
-    for (int row = r->rank; row < rows; row += r->size, B++) {
-        for (int i = 0; i < T; i++) {
-            t[B * T + i] = tokens[row * T + i];
-            l[B * T + i] = i + 1 < T ? labels[row * T + i + 1] : -100;
-        }
-    }
-    return B;
-}
-
 static double check_gradients(fsdp_world *w, const llama_model *m, const expected *e) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_checkpoint_tensor t;
@@ -81,12 +68,10 @@ static void note_closing(fsdp_unit *unit, int readable, void *user) {
 static void golden_rank(lab_rank *r) {
     const run *what = (const run *)r->arg;
     expected e = open_expected(what->name);
-    fsdp_checkpoint_reader *files;
     fsdp_checkpoint_tensor shape, t;
-    llama_config c;
     llama_model m;
     llama_acts_desc desc;
-    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    char dir[600];
     int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
     int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
     int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
@@ -100,19 +85,15 @@ static void golden_rank(lab_rank *r) {
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
     desc.recompute = what->recompute;
     model_dir(what->name, dir);
-    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
-    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
-    CHECK_EQ_STR(extra, "");
-    CHECK_MSG(!llama_model_create(&m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(files);
-    const int64_t V = c.vocab, most = (int64_t)desc.rows * T;
+    load_model(r->w, dir, &desc, &m);
+    const int64_t V = m.c.vocab, most = (int64_t)desc.rows * T;
     int32_t *mine = (int32_t *)lab_zeros((size_t)(2 * most), sizeof *mine);
     float *logits = (float *)lab_zeros((size_t)(most * V), sizeof *logits);
     const int B = my_rows(r, tokens, labels, rows, T, mine, mine + most);
     memset(&closed, 0, sizeof closed);
     closed.head = m.head;
     CALL(r->w, fsdp_set_unit_callback(m.head, note_closing, &closed));
-    CALL(r->w, fsdp_set_unit_callback(m.layers[c.layers - 1], note_closing, &closed));
+    CALL(r->w, fsdp_set_unit_callback(m.layers[m.c.layers - 1], note_closing, &closed));
     /* evaluation, then training: logits, loss */
     for (int train = 0; train < 2; train++) {
         CALL(r->w, fsdp_set_grad_enabled(m.model, train));
@@ -131,7 +112,7 @@ static void golden_rank(lab_rank *r) {
                       sum / counted[0] / loss[0] - 1.0);
     }
     CHECK((closed.head_at < closed.other_at) ==
-          !c.tied); // an untied head is open around the loss only
+          !m.c.tied); // an untied head is open around the loss only
     const double worst = check_gradients(r->w, &m, &e);
     /* gradients are added */
     (void)llama_model_pass(&m, mine, mine + most, B, 1.0 / counted[0], NULL, &failed);
@@ -142,11 +123,6 @@ static void golden_rank(lab_rank *r) {
     fsdp_checkpoint_close(e.files);
 }
 
-enum { CASES = 8 };
-static const char *const models[CASES] = {"llama_tied",         "llama_untied_bias",
-                                          "llama3_rope_shards", "llama3_rope_old",
-                                          "qwen2_tied",         "qwen2_untied",
-                                          "qwen3_tied",         "llama_quant"};
 static const struct {
     const char *name;
     int size, recompute;
@@ -208,15 +184,13 @@ typedef struct steps_run {
 static void steps_rank(lab_rank *r) {
     const steps_run *what = (const steps_run *)r->arg;
     expected e = open_expected(what->name);
-    fsdp_checkpoint_reader *files;
     fsdp_checkpoint_tensor shape, t;
     fsdp_adamw_desc adamw_desc = fsdp_adamw_defaults();
     fsdp_adamw *adamw;
     fsdp_memory predicted, measured;
-    llama_config c;
     llama_model m;
     llama_acts_desc desc;
-    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    char dir[600];
     int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
     int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
     int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
@@ -227,10 +201,7 @@ static void steps_rank(lab_rank *r) {
     memset(&desc, 0, sizeof desc);
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 16;
     model_dir(what->name, dir);
-    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
-    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
-    CHECK_MSG(!llama_model_create(&m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(files);
+    load_model(r->w, dir, &desc, &m);
     adamw_desc.beta2 = 0.95, adamw_desc.weight_decay = 0.1;
     CALL(r->w, fsdp_model_predict(m.model, &predicted));
     CALL(r->w, fsdp_adamw_create(m.model, &adamw_desc, &adamw));
@@ -439,18 +410,13 @@ typedef struct failing {
 static void no_memory_rank(lab_rank *r) {
     failing *f = (failing *)r->arg;
     const int32_t tokens[4] = {1, 2, 3, 4};
-    fsdp_checkpoint_reader *reader;
-    llama_config c;
     llama_model m;
     llama_acts_desc desc;
-    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    char dir[600];
     memset(&desc, 0, sizeof desc);
     desc.rows = 1, desc.context = 4, desc.loss_rows = 4;
     model_dir("qwen2_untied", dir);
-    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
-    CHECK_MSG(!llama_files_open(dir, &c, &reader, why, extra, sizeof why), "%s", why);
-    CHECK_MSG(!llama_model_create(&m, r->w, &c, reader, &desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(reader);
+    load_model(r->w, dir, &desc, &m);
     CALL(r->w, fsdp_set_grad_enabled(m.model, f->train));
     r->heap->persistent = f->k % 2;
     if (r->rank == 1) w_fail(r->heap, f->k / 2);

@@ -5,10 +5,7 @@
 #include "lab_llama.h"
 #include "examples/llama/llama_sample.h"
 
-enum { CASES = 8, NEW = 12 };
-static const char *const names[CASES] = {
-    "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
-    "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
+enum { NEW = 12 };
 
 typedef struct sampled {
     expected e;
@@ -20,11 +17,9 @@ typedef struct sampled {
 /* Makes a golden model whose activations have one row of `context` positions. */
 static sampled open_model(fsdp_world *w, const char *name, int context) {
     sampled s;
-    fsdp_checkpoint_reader *files;
     fsdp_checkpoint_tensor t;
-    llama_config c;
     llama_acts_desc desc;
-    char why[LLAMA_WHY], extra[LLAMA_WHY], dir[600];
+    char dir[600];
     s.e = open_expected(name);
     s.tokens = (int32_t *)get(&s.e, "greedy.tokens", FSDP_I32, &t);
     CHECK_EQ_INT(t.shape[0], NEW);
@@ -33,10 +28,7 @@ static sampled open_model(fsdp_world *w, const char *name, int context) {
     memset(&desc, 0, sizeof desc);
     desc.rows = 1, desc.context = context, desc.loss_rows = 5;
     model_dir(name, dir);
-    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
-    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
-    CHECK_MSG(!llama_model_create(&s.m, w, &c, files, &desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(files);
+    load_model(w, dir, &desc, &s.m);
     return s;
 }
 static void close_model(sampled *s) {
@@ -57,13 +49,13 @@ static uint64_t gathers(const sampled *s) {
    once. */
 static void golden_rank(lab_rank *r) {
     for (int i = 0; i < CASES; i++) {
-        sampled s = open_model(r->w, names[i], 3);
+        sampled s = open_model(r->w, models[i], 3);
         int32_t out[NEW + 1];
         char why[LLAMA_WHY];
         const uint64_t before = gathers(&s);
         out[NEW] = -7;
         const int made = llama_sample(&s.m, s.prompt, s.n, out, NEW, why, sizeof why);
-        CHECK_MSG(made == NEW, "%s: %d: %s", names[i], made, why);
+        CHECK_MSG(made == NEW, "%s: %d: %s", models[i], made, why);
         CHECK_EQ_STR(why, "");
         CHECK_EQ_MEM(out, s.tokens, sizeof out - sizeof *out);
         CHECK_EQ_INT(out[NEW], -7);
@@ -128,7 +120,7 @@ enum { LENGTH = 110 };
 static void logits_rank(lab_rank *r) {
     static const int prompts[] = {1, 2, 47, 48, 49, 96, 97, LENGTH};
     const int which = *(const int *)r->arg;
-    sampled s = open_model(r->w, names[which], LENGTH);
+    sampled s = open_model(r->w, models[which], LENGTH);
     const int V = s.m.c.vocab, units = llama_num_units(&s.m.c);
     int32_t tokens[LENGTH], labels[LENGTH];
     int32_t *modes = (int32_t *)lab_zeros((size_t)units, sizeof *modes);
@@ -151,15 +143,15 @@ static void logits_rank(lab_rank *r) {
             CALL(r->w, llama_sample_positions(&s.m, &a, tokens, n, tokens + n, made));
             CALL(r->w, llama_sample_logits(&s.m, &a));
             const double d = difference(a.logits, want + (ptrdiff_t)(a.past - 1) * V, V);
-            CHECK_MSG(d <= 1e-5, "%s, prompt of %d, position %d: %.2g", names[which], n, a.past - 1,
-                      d);
+            CHECK_MSG(d <= 1e-5, "%s, prompt of %d, position %d: %.2g", models[which], n,
+                      a.past - 1, d);
             worst = d > worst ? d : worst;
         }
         CHECK_EQ_INT(a.past, end);
         llama_acts_destroy(&a);
     }
     CALL(r->w, llama_sample_close(&s.m, modes, 1));
-    if (r->rank == 0) h_message("%s: %.2g", names[which], worst);
+    if (r->rank == 0) h_message("%s: %.2g", models[which], worst);
     free(want), free(modes);
     close_model(&s);
 }

@@ -2,18 +2,12 @@
    that are saved and resumed.
 
    SPDX-License-Identifier: MIT */
-#include "harness.h"
-#include <sys/stat.h>
-#include "lab.h"
-#include "golden.h"
+#include "lab_llama.h"
 #include "checkpoint/lab_ckmodel.h"
-#include "fsdp_optim.h"
 #include "examples/llama/llama_save.h"
+#include <sys/stat.h>
 
-enum { CASES = 8, BATCHES = 6 };
-static const char *const cases[CASES] = {
-    "llama_tied", "llama_untied_bias", "llama3_rope_shards", "llama3_rope_old",
-    "qwen2_tied", "qwen2_untied",      "qwen3_tied",         "llama_quant"};
+enum { BATCHES = 6 };
 
 /* ---- a training ------------------------------------------------------------------------------ */
 
@@ -27,52 +21,30 @@ typedef struct training {
     int rows, T;
 } training;
 
-static void model_dir(const char *name, char dir[600]) {
-    snprintf(dir, 600, "%s/llama/%s/model", golden_dir(), name);
-}
-
-static void load_model(lab_rank *r, const char *dir, int rows, int T, llama_model *m) {
-    fsdp_checkpoint_reader *files;
-    llama_config c;
+/* Makes a model for `rows` rows of T. */
+static void load_rows(lab_rank *r, const char *dir, int rows, int T, llama_model *m) {
     llama_acts_desc desc;
-    char why[LLAMA_WHY], extra[LLAMA_WHY];
     memset(&desc, 0, sizeof desc);
     desc.rows = rows, desc.context = T, desc.loss_rows = 16;
-    CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
-    CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
-    CHECK_EQ_STR(extra, "");
-    CHECK_MSG(!llama_model_create(m, r->w, &c, files, &desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(files);
-}
-
-static int32_t *expected_ints(fsdp_checkpoint_reader *e, const char *name,
-                              fsdp_checkpoint_tensor *t) {
-    char why[800];
-    const int64_t i = fsdp_checkpoint_tensor_find(e, name);
-    CHECK_OK(fsdp_checkpoint_tensor_at(e, i, t));
-    int32_t *to = (int32_t *)lab_zeros((size_t)lab_numel(t->ndim, t->shape), sizeof *to);
-    CHECK_MSG(!fsdp_checkpoint_read(e, i, NULL, NULL, FSDP_I32, to, why, sizeof why), "%s", why);
-    return to;
+    load_model(r->w, dir, &desc, m);
 }
 
 static void begin(training *t, lab_rank *r, const char *name) {
-    fsdp_checkpoint_reader *e;
+    expected e = open_expected(name);
     fsdp_checkpoint_tensor shape, other;
     fsdp_adamw_desc adamw = fsdp_adamw_defaults();
-    char path[700], dir[600], why[800];
+    char dir[600];
     memset(t, 0, sizeof *t);
     t->r = r;
-    snprintf(path, sizeof path, "%s/llama/%s/expect.safetensors", golden_dir(), name);
-    CHECK_MSG(!fsdp_checkpoint_open(path, NULL, NULL, &e, why, sizeof why), "%s", why);
-    t->counted = expected_ints(e, "counted", &other);
-    t->labels = expected_ints(e, "labels", &other);
-    t->tokens = expected_ints(e, "tokens", &shape);
-    fsdp_checkpoint_close(e);
+    t->counted = (int32_t *)get(&e, "counted", FSDP_I32, &other);
+    t->labels = (int32_t *)get(&e, "labels", FSDP_I32, &other);
+    t->tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
+    fsdp_checkpoint_close(e.files);
     t->rows = (int)shape.shape[2], t->T = (int)shape.shape[3];
     CHECK_EQ_INT(shape.shape[0] * shape.shape[1], BATCHES);
     t->mine = (int32_t *)lab_zeros((size_t)(2 * t->rows * t->T), sizeof(int32_t));
     model_dir(name, dir);
-    load_model(r, dir, t->rows, t->T, &t->m);
+    load_rows(r, dir, t->rows, t->T, &t->m);
     adamw.beta2 = 0.95, adamw.weight_decay = 0.1;
     CALL(r->w, fsdp_adamw_create(t->m.model, &adamw, &t->adamw));
     t->run.seed = 7, t->run.data = UINT64_C(0xDA7A), t->run.base = llama_dir_hash(dir);
@@ -88,28 +60,18 @@ static void end(training *t) {
     free(t->tokens), free(t->labels), free(t->counted), free(t->mine);
 }
 
-/* One step of AdamW on a batch, whose rows go to ranks r, r + W, ...; returns its loss. */
+/* One step of AdamW on a batch; returns its loss. */
 static double train(training *t) {
-    const int T = t->T, batch = (int)(t->run.step++ % BATCHES);
-    const int32_t *tokens = t->tokens + batch * t->rows * T,
-                  *labels = t->labels + batch * t->rows * T;
-    int32_t *mine = t->mine, *next = t->mine + t->rows * T;
-    int B = 0, failed;
-    double norm;
-    for (int row = t->r->rank; row < t->rows; row += t->r->size, B++) {
-        for (int i = 0; i < T; i++) {
-            mine[B * T + i] = tokens[row * T + i];
-            next[B * T + i] = i + 1 < T ? labels[row * T + i + 1] : -100;
-        }
-    }
-    double sum = llama_model_pass(&t->m, mine, next, B, 1.0 / t->counted[batch], NULL, &failed);
-    CHECK(!failed);
-    CALL(t->r->w, fsdp_all_reduce(t->r->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
-    CALL(t->r->w, fsdp_clip_grad_norm(t->m.model, 1.0, &norm));
-    CHECK(norm > 0.0);
-    CALL(t->r->w, fsdp_adamw_step(t->adamw, 1e-2));
-    CALL(t->r->w, fsdp_zero_grad(t->m.model));
-    return sum / t->counted[batch];
+    const int T = t->T, at = (int)(t->run.step++ % BATCHES);
+    const ptrdiff_t from = (ptrdiff_t)at * t->rows * T;
+    int32_t *next = t->mine + t->rows * T;
+    llama_step_result result;
+    const int B = my_rows(t->r, t->tokens + from, t->labels + from, t->rows, T, t->mine, next);
+    const llama_batch batch = {t->mine, next, &B, 1};
+    CALL(t->r->w, llama_step(&t->m, t->adamw, &batch, 0, 1e-2, 1.0, &result));
+    CHECK_EQ_INT(result.counted, t->counted[at]);
+    CHECK(result.norm > 0.0);
+    return result.loss;
 }
 
 /* Returns all parameters, one after another, and their number. The caller frees them. */
@@ -222,7 +184,7 @@ static void export_rank(lab_rank *r) {
         if (r->rank == 0) check_config(from, out, spelled[i]), check_files(from, out);
         if (r->rank == 0) check_tensors(&t.m, from, out, dtypes[i]);
         llama_model again;
-        load_model(r, out, 1, 2, &again);
+        load_rows(r, out, 1, 2, &again);
         float *loaded = full_params(r->w, &again, &n);
         CHECK_EQ_INT(n, num);
         const fsdp_dtype dtype = i ? dtypes[i] : case_dtype(name);
@@ -244,7 +206,7 @@ static const struct {
 TEST_P(llama_save, export, sizes, GLOO | SECONDS(120)) {
     golden_needs("llama");
     for (int i = 0; i < CASES; i++)
-        lab_run(row->size, NULL, export_rank, (void *)(uintptr_t)&cases[i]);
+        lab_run(row->size, NULL, export_rank, (void *)(uintptr_t)&models[i]);
 }
 
 /* Tensors that the model ignores, as lm_head.weight next to a tied embedding, are left out. */
@@ -269,7 +231,7 @@ static void tied_rank(lab_rank *r) {
         free(weights);
     }
     CALL(r->w, fsdp_barrier(r->w));
-    load_model(r, dir, 1, 2, &m);
+    load_rows(r, dir, 1, 2, &m);
     CHECK(m.c.tied);
     CALL(r->w, fsdp_checkpoint_create(m.model, NULL, &ck));
     CHECK_MSG(!llama_export(&m, ck, dir, out, LLAMA_DTYPE_FILE, why, sizeof why), "%s", why);
