@@ -14,6 +14,8 @@
 #ifndef GPT_HOST_H
 #define GPT_HOST_H
 
+#include "examples/common/program.h" // now_seconds, is_started_again
+
 #include <dirent.h>   // scandir, alphasort
 #include <errno.h>    // errno
 #include <getopt.h>   // getopt_long
@@ -26,7 +28,6 @@
 #include <stdlib.h>   // malloc, realloc, strtod, strtoll
 #include <string.h>   // memcpy, strcmp, strerror
 #include <sys/stat.h> // lstat, mkdir
-#include <time.h>     // clock_gettime
 #include <unistd.h>   // isatty, readlink
 
 #ifdef __CUDACC__
@@ -34,8 +35,6 @@
 #else
 #define GPT_BOTH
 #endif
-
-enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_IMPOSSIBLE = 2 };
 
 static const double MAX_GRAD_NORM = 1.0;
 static const double FINAL_LR = 0.1;    // factor of --lr at the end of the cosine
@@ -91,12 +90,6 @@ static int impossible(const char *format, ...) {
     fputc('\n', stderr);
     va_end(args);
     return EXIT_IMPOSSIBLE;
-}
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* 1234567 -> "1,234,567"; text has room for 32 characters */
@@ -419,18 +412,6 @@ typedef struct {
     const char *name;
     int *out, min, max;
 } int_option;
-
-/* Returns 1 if a launcher has started this job before, or a manager has queued it again. */
-static int is_started_again(void) {
-    static const char *const counts[] = {"FSDP_RESTART_COUNT", // set by fsdprun --max-restarts
-                                         "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
-    int is_again = 0;
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        const char *count = getenv(counts[i]);
-        is_again |= count && atoi(count) > 0;
-    }
-    return is_again;
-}
 
 /* Returns EXIT_DONE and sets *run to 1 if there is a training to run; otherwise returns the exit
    status. */

@@ -445,14 +445,21 @@ static inline ptrdiff_t llama_batch_at(const llama_model *m, int b) {
     return (ptrdiff_t)b * m->acts.desc.rows * m->acts.desc.context;
 }
 
+/* Returns how many labels are not negative. */
+static inline int64_t llama_counted(const int32_t *labels, int count) {
+    int64_t counted = 0;
+    for (int i = 0; i < count; i++) counted += labels[i] >= 0;
+    return counted;
+}
+
 /* Sets out->counted. Returns FSDP_OK; INVALID_ARG on every rank if no label of the step counts.
    Collective. */
 static inline fsdp_status llama_count(llama_model *m, const llama_batch *in,
                                       llama_step_result *out) {
     memset(out, 0, sizeof *out);
     for (int b = 0; b < in->count; b++) {
-        const int32_t *labels = in->labels + llama_batch_at(m, b);
-        for (int i = 0; i < in->rows[b] * m->acts.desc.context; i++) out->counted += labels[i] >= 0;
+        out->counted += llama_counted(in->labels + llama_batch_at(m, b),
+                                      in->rows[b] * m->acts.desc.context);
     }
     const fsdp_status status = fsdp_all_reduce(m->world, NULL, &out->counted, 1, FSDP_I64,
                                                FSDP_SUM);

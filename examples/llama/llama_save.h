@@ -50,8 +50,9 @@ static const struct {
 /* Checks, before ranks start, that a directory `out` can be made: there is nothing with that name,
    and its parent is there. Returns 0; -1: `why` has a line. */
 static inline int llama_export_check(const char *out, char *why, size_t cap) {
-    char parent[LLAMA_PATH], name[LLAMA_PATH];
-    int found = 0, begin, up, end = (int)strlen(out);
+    char path[LLAMA_PATH], parent[LLAMA_PATH];
+    struct stat st;
+    int begin, up, end = (int)strlen(out);
     const int fits = end > 0 && end < LLAMA_PATH - 64; // the temporary directory has a longer name
     why[0] = 0;
     if (!fits) {
@@ -61,17 +62,16 @@ static inline int llama_export_check(const char *out, char *why, size_t cap) {
     while (end > 1 && out[end - 1] == '/') end--;
     for (begin = end; begin > 0 && out[begin - 1] != '/';) begin--;
     for (up = begin; up > 1 && out[up - 1] == '/';) up--;
+    snprintf(path, sizeof path, "%.*s", end, out);
     snprintf(parent, sizeof parent, "%.*s", begin ? up : 1, begin ? out : ".");
-    snprintf(name, sizeof name, "%.*s", end - begin, out + begin);
     DIR *d = opendir(parent);
     if (!d) {
         snprintf(why, cap, "%s: expected its parent %s to be a directory: %s", out, parent,
                  strerror(errno));
         return -1;
     }
-    for (struct dirent *e; !found && (e = readdir(d));) found = !strcmp(e->d_name, name);
     closedir(d);
-    if (found || !name[0]) snprintf(why, cap, "%s: expected a new name, got one that exists", out);
+    if (!lstat(path, &st)) snprintf(why, cap, "%s: expected a new name, got one that exists", out);
     return why[0] ? -1 : 0;
 }
 

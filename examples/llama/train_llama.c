@@ -28,6 +28,7 @@
 #define FSDP_IMPLEMENTATION
 #endif
 #include "fsdp.h"                        // fsdp_*
+#include "examples/common/program.h"     // EXIT_*, now_seconds, is_started_again
 #include "examples/llama/llama_model.h"  // llama_*
 #include "examples/llama/llama_data.h"   // llama_data_*
 #include "examples/llama/llama_sample.h" // llama_sample
@@ -35,9 +36,8 @@
 
 #include <getopt.h> // getopt_long
 #include <signal.h> // signal
-#include <time.h>   // clock_gettime
 
-enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_IMPOSSIBLE = 2, MAX_PROMPT = 4096 };
+enum { MAX_PROMPT = 4096 };
 
 typedef struct options {
     const char *model, *data, *mask, *eval_data, *save, *export_dir, *json;
@@ -56,24 +56,22 @@ typedef struct job {
     char extra[LLAMA_WHY]; // tensors that the model does not have, or ""
 } job;
 
+static void print_line(const char *form, va_list args) {
+    fputs("train_llama: ", stderr);
+    vfprintf(stderr, form, args);
+    fputc('\n', stderr);
+}
+
 /* Prints one line on each host: files may be missing on one of them. Returns EXIT_IMPOSSIBLE. */
 static int impossible(const char *form, ...) __attribute__((format(printf, 1, 2)));
 static int impossible(const char *form, ...) {
     const char *rank = getenv("LOCAL_RANK");
     va_list args;
     if (rank && strcmp(rank, "0") != 0) return EXIT_IMPOSSIBLE;
-    fputs("train_llama: ", stderr);
     va_start(args, form);
-    vfprintf(stderr, form, args);
+    print_line(form, args);
     va_end(args);
-    fputc('\n', stderr);
     return EXIT_IMPOSSIBLE;
-}
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* ---- options --------------------------------------------------------------------------------- */
@@ -127,18 +125,6 @@ static options default_options(void) {
     return o;
 }
 
-/* Returns 1 if a launcher has started this job before, or a manager has queued it again. */
-static int is_started_again(void) {
-    static const char *const counts[] = {"FSDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
-                                         "SLURM_RESTART_COUNT"};
-    int is_again = 0;
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        const char *count = getenv(counts[i]);
-        is_again |= count && atoi(count) > 0;
-    }
-    return is_again;
-}
-
 static int parse_prompt(options *o, const char *text) {
     const char *at = text;
     char *end;
@@ -182,8 +168,40 @@ typedef struct flag_option {
     int *out;
 } flag_option;
 
-/* Returns EXIT_DONE, or the exit status after a line. */
-static int parse_option(options *o, const char *name, const char *text) {
+static int parse_int(const int_option *option, const char *text) {
+    char *end;
+    errno = 0;
+    const long value = strtol(text, &end, 10);
+    if (end == text || *end || errno || value < option->min || value > 100000000)
+        return impossible("--%s %s: expected a whole number from %d to 100000000", option->name,
+                          text, option->min);
+    *option->out = (int)value;
+    return EXIT_DONE;
+}
+
+static int parse_real(const real_option *option, const char *text) {
+    char *end;
+    const double value = strtod(text, &end);
+    if (end == text || *end || !(value >= option->min && value < option->most))
+        return impossible("--%s %s: expected a number from %g%s", option->name, text, option->min,
+                          option->most <= 1.0 ? ", less than 1" : "");
+    *option->out = value;
+    return EXIT_DONE;
+}
+
+static int parse_seed(options *o, const char *text) {
+    char *end;
+    errno = 0;
+    o->seed = strtoull(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end || errno)
+        return impossible("--seed %s: expected a whole number that is not negative", text);
+    return EXIT_DONE;
+}
+
+/* Returns EXIT_DONE and sets *run to 1 if there is something to do; else the exit status. */
+static int parse_options(int argc, char **argv, options *o, int *run) {
+    const char *seed = NULL, *sample = NULL, *dtype = NULL;
+    int help = 0;
     const int_option ints[] = {
         {"ranks", &o->ranks, 1},       {"steps", &o->steps, 1},
         {"batch", &o->batch, 1},       {"micro", &o->micro, 1},
@@ -198,80 +216,48 @@ static int parse_option(options *o, const char *name, const char *text) {
         {"eps", &o->eps, 0.0, HUGE_VAL},     {"weight-decay", &o->weight_decay, 0.0, HUGE_VAL},
         {"clip", &o->clip, 1e-30, HUGE_VAL},
     };
-    char *end;
-    errno = 0;
-    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
-        if (strcmp(name, ints[i].name)) continue;
-        const long value = strtol(text, &end, 10);
-        if (end == text || *end || errno || value < ints[i].min || value > 100000000)
-            return impossible("--%s %s: expected a whole number from %d to 100000000", name, text,
-                              ints[i].min);
-        *ints[i].out = (int)value;
-        return EXIT_DONE;
-    }
-    for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
-        const real_option *r = &reals[i];
-        if (strcmp(name, r->name)) continue;
-        const double value = strtod(text, &end);
-        if (end == text || *end || !(value >= r->min && value < r->most))
-            return impossible("--%s %s: expected a number from %g%s", name, text, r->min,
-                              r->most <= 1.0 ? ", less than 1" : "");
-        *r->out = value;
-        return EXIT_DONE;
-    }
-    if (!strcmp(name, "sample")) return parse_prompt(o, text);
-    if (!strcmp(name, "export-dtype")) return parse_dtype(o, text);
-    const unsigned long long seed = strtoull(text, &end, 10); // --seed
-    if (text[0] < '0' || text[0] > '9' || *end || errno)
-        return impossible("--seed %s: expected a whole number that is not negative", text);
-    o->seed = seed;
-    return EXIT_DONE;
-}
-
-/* Returns EXIT_DONE and sets *run to 1 if there is something to do; else the exit status. */
-static int parse_options(int argc, char **argv, options *o, int *run) {
-    static const char *const values[] = {
-        "ranks",      "steps",        "batch", "micro", "context", "warmup",       "ce-rows",
-        "save-every", "keep",         "new",   "lr",    "min-lr",  "beta1",        "beta2",
-        "eps",        "weight-decay", "clip",  "seed",  "sample",  "export-dtype", "eval-every"};
-    const text_option texts[] = {{"model", &o->model}, {"data", &o->data},
-                                 {"mask", &o->mask},   {"eval-data", &o->eval_data},
-                                 {"save", &o->save},   {"export", &o->export_dir},
-                                 {"json", &o->json}};
+    const text_option texts[] = {
+        {"model", &o->model},     {"data", &o->data},  {"mask", &o->mask},
+        {"save", &o->save},       {"json", &o->json},  {"eval-data", &o->eval_data},
+        {"seed", &seed},          {"sample", &sample}, {"export", &o->export_dir},
+        {"export-dtype", &dtype},
+    };
     const flag_option flags[] = {{"accumulate", &o->accumulate},
                                  {"recompute", &o->recompute},
                                  {"resume", &o->resume},
-                                 {"help", run}};
-    enum {
-        VALUES = sizeof values / sizeof *values,
-        TEXTS = sizeof texts / sizeof *texts,
-        FLAGS = sizeof flags / sizeof *flags
+                                 {"help", &help}};
+    enum { // where each kind begins among all
+        REALS = sizeof ints / sizeof *ints,
+        TEXTS = REALS + sizeof reals / sizeof *reals,
+        FLAGS = TEXTS + sizeof texts / sizeof *texts,
+        ALL = FLAGS + sizeof flags / sizeof *flags
     };
-    struct option all[VALUES + TEXTS + FLAGS + 1];
-    int which, at = 0;
+    struct option all[ALL + 1];
+    int i, result = EXIT_DONE;
     memset(all, 0, sizeof all);
-    for (int i = 0; i < VALUES; i++) all[at].name = values[i], all[at++].has_arg = 1;
-    for (int i = 0; i < TEXTS; i++) all[at].name = texts[i].name, all[at++].has_arg = 1;
-    for (int i = 0; i < FLAGS; i++) all[at++].name = flags[i].name;
+    for (i = 0; i < ALL; i++) {
+        all[i].has_arg = i < FLAGS;
+        all[i].name = i < REALS   ? ints[i].name
+                      : i < TEXTS ? reals[i - REALS].name
+                      : i < FLAGS ? texts[i - TEXTS].name
+                                  : flags[i - FLAGS].name;
+    }
     *o = default_options();
     *run = 0;
-    while ((which = 0, at = getopt_long(argc, argv, "", all, &which)) != -1) {
-        if (at == '?') return EXIT_IMPOSSIBLE; // getopt has printed why
-        if (which < VALUES) {
-            const int result = parse_option(o, values[which], optarg);
-            if (result) return result;
-        } else if (which < VALUES + TEXTS) {
-            *texts[which - VALUES].out = optarg;
-        } else {
-            *flags[which - VALUES - TEXTS].out = 1;
-        }
+    while (!result && (result = getopt_long(argc, argv, "", all, &i)) != -1) {
+        if (result) return EXIT_IMPOSSIBLE; // getopt has printed why
+        if (i < REALS) result = parse_int(&ints[i], optarg);
+        else if (i < TEXTS) result = parse_real(&reals[i - REALS], optarg);
+        else if (i < FLAGS) *texts[i - TEXTS].out = optarg;
+        else *flags[i - FLAGS].out = 1;
     }
-    if (*run) { // --help
-        fputs(HELP, stdout);
-        *run = 0;
-        return EXIT_DONE;
-    }
+    if (result > 0) return result;
+    if (help) return fputs(HELP, stdout), EXIT_DONE;
     if (optind < argc) return impossible("%s: expected an option: --help lists them", argv[optind]);
+    if ((seed && (result = parse_seed(o, seed)) > 0) ||
+        (sample && (result = parse_prompt(o, sample)) > 0) ||
+        (dtype && (result = parse_dtype(o, dtype)) > 0))
+        return result;
     *run = 1;
     return EXIT_DONE;
 }
@@ -285,7 +271,7 @@ static int check_options(job *j, int ranks) {
         return impossible("--context %d: expected at most max_position_embeddings, %d", o->context,
                           c->context);
     if (!o->micro) o->micro = o->batch / ranks;
-    if (!o->micro || o->batch % (ranks * o->micro))
+    if (!o->micro || o->batch % ((int64_t)ranks * o->micro))
         return impossible("--batch %d: expected a multiple of %d ranks * --micro %d", o->batch,
                           ranks, o->micro ? o->micro : 1);
     if (o->warmup < 0) o->warmup = o->steps / 10;
@@ -391,7 +377,7 @@ static fsdp_status evaluate(trainer *t, const llama_data *data, double *loss, in
     for (int64_t first = 0; first < rows && !status && !failed; first += each) {
         const int64_t end = first + each < rows ? first + each : rows;
         const int count = read_rows(t, data, 0, first, end, 0);
-        for (int i = 0; i < count * t->opt->context; i++) *counted += t->labels[i] >= 0;
+        *counted += llama_counted(t->labels, count * t->opt->context);
         sum += llama_model_pass(&t->m, t->tokens, t->labels, count, 0.0, NULL, &failed);
     }
     if (failed) status = FSDP_ERR_ABORTED;
@@ -435,11 +421,9 @@ static int failure(const trainer *t, const char *form, ...) __attribute__((forma
 static int failure(const trainer *t, const char *form, ...) {
     va_list args;
     if (t->rank) return EXIT_FAILED;
-    fputs("train_llama: ", stderr);
     va_start(args, form);
-    vfprintf(stderr, form, args);
+    print_line(form, args);
     va_end(args);
-    fputc('\n', stderr);
     return EXIT_FAILED;
 }
 
