@@ -247,6 +247,24 @@ TEST_P(train_llama, refusals, refusals, 0) {
     }
 }
 
+/* Evaluations between steps come when they should, and change no step. */
+TEST(train_llama, evaluates_while_it_trains) {
+    curve alone, c;
+    int evaluations = 0;
+    prepare();
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --json %/alone"), 0);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --eval-data %/t.bin --eval-every 4 --json %/j"), 0);
+    for (const char *at = output; (at = strstr(at, "eval  ")) != NULL; at++) evaluations++;
+    CHECK_EQ_INT(evaluations, 2); /* after steps 4 and 6 */
+    CHECK(strstr(output, "eval  ") > strstr(output, "step    4/6"));
+    CHECK_EQ_INT(run("grep -v eval_loss %/j >%/steps; grep -c eval_loss %/j"), 0);
+    CHECK_EQ_STR(output, "2\n");
+    read_curve("alone", &alone), read_curve("steps", &c);
+    CHECK_EQ_INT(c.count, STEPS);
+    for (int i = 0; i < STEPS; i++)
+        CHECK(c.loss[i] == alone.loss[i] && c.norm[i] == alone.norm[i]);
+}
+
 /* The largest seed mixes rows, too: read in the order of the file, rows would end. */
 TEST(train_llama, largest_seed) {
     prepare();
