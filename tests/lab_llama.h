@@ -54,16 +54,24 @@ H_FN void model_dir(const char *name, char dir[600]) {
     snprintf(dir, 600, "%s/llama/%s/model", golden_dir(), name);
 }
 
-/* Makes a model from a directory in which nothing is left over. */
-H_FN void load_model(fsdp_world *w, const char *dir, const llama_acts_desc *desc, llama_model *m) {
-    fsdp_checkpoint_reader *files;
+/* Makes a model from a directory in which nothing is left over; lora and the directory of its
+   adapter may be NULL. */
+H_FN void load_adapted(fsdp_world *w, const char *dir, const llama_lora *lora, const char *adapter,
+                       const llama_acts_desc *desc, llama_model *m) {
+    fsdp_checkpoint_reader *files, *other = NULL;
     llama_config c;
     char why[LLAMA_WHY], extra[LLAMA_WHY];
     CHECK_MSG(!llama_config_read(dir, &c, why, sizeof why), "%s", why);
     CHECK_MSG(!llama_files_open(dir, &c, &files, why, extra, sizeof why), "%s", why);
     CHECK_EQ_STR(extra, "");
-    CHECK_MSG(!llama_model_create(m, w, &c, files, desc, why, sizeof why), "%s", why);
-    fsdp_checkpoint_close(files);
+    if (adapter)
+        CHECK_MSG(!llama_adapter_open(adapter, &c, lora, &other, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_model_create(m, w, &c, lora, files, desc, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_model_load(m, files, other, why, sizeof why), "%s", why);
+    fsdp_checkpoint_close(files), fsdp_checkpoint_close(other);
+}
+H_FN void load_model(fsdp_world *w, const char *dir, const llama_acts_desc *desc, llama_model *m) {
+    load_adapted(w, dir, NULL, NULL, desc, m);
 }
 
 /* This rank's rows of a microbatch, r, r + W, ...: tokens, and the label that follows each. Returns

@@ -1,10 +1,11 @@
-/* program.h - what the trainers among the examples share as programs: exit statuses, the time, and
-   whether a launcher has started the job before
+/* program.h - what the trainers among the examples share as programs: exit statuses, the time,
+   whether a launcher has started the job before, and bits that look random
 
    SPDX-License-Identifier: MIT */
 #ifndef EXAMPLES_PROGRAM_H
 #define EXAMPLES_PROGRAM_H
 
+#include <stdint.h> // uint64_t
 #include <stdlib.h> // getenv, atoi
 #include <time.h>   // clock_gettime
 
@@ -26,6 +27,13 @@ static inline int is_started_again(void) {
         is_again |= count && atoi(count) > 0;
     }
     return is_again;
+}
+
+/* Returns a number whose every bit depends on every bit of x: the last steps of splitmix64. */
+static inline uint64_t mix_bits(uint64_t x) {
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
 }
 
 #endif // EXAMPLES_PROGRAM_H

@@ -14,6 +14,8 @@
 #ifndef LLAMA_DATA_H
 #define LLAMA_DATA_H
 
+#include "examples/common/program.h" // mix_bits
+
 #include <errno.h>    // errno
 #include <fcntl.h>    // open
 #include <stddef.h>   // size_t
@@ -159,17 +161,11 @@ static inline void llama_data_row(const llama_data *d, int64_t row, int T, int32
     }
 }
 
-static inline uint64_t llama_mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return x ^ (x >> 31);
-}
-
 /* Returns the row at a place of the whole training. Each epoch is a permutation of all rows: a
    Feistel network permutes the numbers below a power of 4, and is applied until the result is a
    row. */
 static inline int64_t llama_data_pick(int64_t rows, uint64_t seed, int64_t place) {
-    const uint64_t epoch = (uint64_t)(place / rows), key = llama_mix(llama_mix(seed) + epoch);
+    const uint64_t epoch = (uint64_t)(place / rows), key = mix_bits(mix_bits(seed) + epoch);
     uint64_t x = (uint64_t)(place % rows);
     int half = 1;
     while (UINT64_C(1) << 2 * half < (uint64_t)rows) half++;
@@ -178,7 +174,7 @@ static inline int64_t llama_data_pick(int64_t rows, uint64_t seed, int64_t place
         for (uint64_t round = 0; round < 4; round++) {
             const uint64_t left = x >> half, right = x & ones;
             x = right << half |
-                (left ^ (llama_mix(key + round * 0x9E3779B97F4A7C15u + right) & ones));
+                (left ^ (mix_bits(key + round * 0x9E3779B97F4A7C15u + right) & ones));
         }
     } while (x >= (uint64_t)rows);
     return (int64_t)x;

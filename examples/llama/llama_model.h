@@ -3,18 +3,21 @@
    Units have the names of modules, so that parameters have the names of the files:
    model.embed_tokens, model.layers.N, model.norm and, if the head is not the embedding, lm_head. A
    tied embedding stays open from its forward to its last gradient, so that the gradients of both
-   uses add up. An untied one is closed between its uses, and the head is open around the loss only.
+   uses add up; a frozen one to the loss. An untied one is closed between its uses, and the head is open around the loss only.
 
-   llama_files_open checks the files; llama_model_create makes the units and reads each rank's rows
-   from the files; llama_model_pass computes rows forward and, to train, backward.
+   With a llama_lora the parameters of the files are frozen, in any llama_dtype, and adapters are
+   trained.
+
+   llama_files_open checks the files; llama_model_create makes the units, and llama_model_load reads
+   each rank's rows from the files; llama_model_pass computes rows forward and, to train, backward.
 
    SPDX-License-Identifier: MIT */
 #ifndef LLAMA_MODEL_H
 #define LLAMA_MODEL_H
 
-#include "examples/llama/llama_config.h" // llama_config_read
-#include "fsdp_checkpoint.h"             // fsdp_checkpoint_open, _tensor_find, _read
-#include "fsdp_optim.h"                  // fsdp_adamw_step
+#include "examples/llama/llama_lora.h" // llama_lora
+#include "fsdp_checkpoint.h"           // fsdp_checkpoint_open, _tensor_find, _read
+#include "fsdp_optim.h"                // fsdp_adamw_step
 
 #include <dirent.h> // opendir
 
@@ -34,20 +37,20 @@ static const char *const llama_names[LLAMA_PARAMS] = {"self_attn.q_proj.weight",
                                                       "mlp.gate_proj.bias",
                                                       "mlp.up_proj.bias",
                                                       "mlp.down_proj.bias",
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL, // LLAMA_A
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL,
-                                                      NULL, // LLAMA_B
+                                                      "self_attn.q_proj.lora_A.weight", // LLAMA_A
+                                                      "self_attn.k_proj.lora_A.weight",
+                                                      "self_attn.v_proj.lora_A.weight",
+                                                      "self_attn.o_proj.lora_A.weight",
+                                                      "mlp.gate_proj.lora_A.weight",
+                                                      "mlp.up_proj.lora_A.weight",
+                                                      "mlp.down_proj.lora_A.weight",
+                                                      "self_attn.q_proj.lora_B.weight", // LLAMA_B
+                                                      "self_attn.k_proj.lora_B.weight",
+                                                      "self_attn.v_proj.lora_B.weight",
+                                                      "self_attn.o_proj.lora_B.weight",
+                                                      "mlp.gate_proj.lora_B.weight",
+                                                      "mlp.up_proj.lora_B.weight",
+                                                      "mlp.down_proj.lora_B.weight",
                                                       "input_layernorm.weight",
                                                       "post_attention_layernorm.weight",
                                                       "self_attn.q_norm.weight",
@@ -62,26 +65,36 @@ typedef struct llama_unit {
 
 static inline int llama_num_units(const llama_config *c) { return c->layers + 3 - c->tied; }
 
-static inline fsdp_param_desc llama_param_desc(const llama_config *c, int param) {
+static inline int llama_is_adapter(int param) { return param >= LLAMA_A && param < LLAMA_NORM1; }
+
+static inline fsdp_param_desc llama_param_desc(const llama_config *c, const llama_lora *lora,
+                                               int param) {
+    const char *name = llama_names[param];
     int in, out = llama_matrix_size(c, param % LLAMA_MATRICES, &in);
-    if (param < LLAMA_BIAS) return fsdp_mat(llama_names[param], out, in);
-    if (param < LLAMA_A) return fsdp_vec(llama_names[param], out);
-    return fsdp_vec(llama_names[param], param < LLAMA_NORM_Q ? c->hidden : c->head_dim);
+    if (param < LLAMA_BIAS) return fsdp_mat(name, out, in);
+    if (param < LLAMA_A) return fsdp_vec(name, out);
+    if (param < LLAMA_B) return fsdp_mat(name, lora->rank, in);
+    if (param < LLAMA_NORM1) return fsdp_mat(name, out, lora->rank);
+    return fsdp_vec(name, param < LLAMA_NORM_Q ? c->hidden : c->head_dim);
 }
 
-static inline int llama_has_param(const llama_config *c, int param) {
-    if (!llama_names[param]) return 0;
+static inline int llama_has_param(const llama_config *c, const llama_lora *lora, int param) {
     if (param >= LLAMA_NORM_Q) return c->qk_norm;
+    if (llama_is_adapter(param)) return llama_has_adapter(lora, param % LLAMA_MATRICES);
     return param < LLAMA_BIAS || param >= LLAMA_NORM1 || llama_has_bias(c, param % LLAMA_MATRICES);
 }
 
-static inline void llama_unit_of(const llama_config *c, int index, llama_unit *u) {
+/* Fills *u. lora NULL: without adapters. desc.user of a parameter is its index in llama_names. */
+static inline void llama_unit_of(const llama_config *c, const llama_lora *lora, int index,
+                                 llama_unit *u) {
     memset(u, 0, sizeof *u);
     if (index >= 1 && index <= c->layers) {
         snprintf(u->name, sizeof u->name, "model.layers.%d", index - 1);
         for (int i = 0; i < LLAMA_PARAMS; i++) {
-            u->at[i] = llama_has_param(c, i) ? u->num++ : -1;
-            if (u->at[i] >= 0) u->p[u->at[i]] = llama_param_desc(c, i);
+            u->at[i] = llama_has_param(c, lora, i) ? u->num++ : -1;
+            if (u->at[i] < 0) continue;
+            u->p[u->at[i]] = llama_param_desc(c, lora, i);
+            u->p[u->at[i]].user = (void *)(uintptr_t)i;
         }
         return;
     }
@@ -162,7 +175,7 @@ static inline int llama_knows(const llama_config *c, const char *name) {
     snprintf(layer, sizeof layer, "model.layers.%d.", n); // as it is printed: not +1, not 01
     if (n < 0 || strncmp(name, layer, (size_t)used) || (size_t)used != strlen(layer)) return 0;
     for (int i = 0; i < LLAMA_PARAMS; i++) {
-        if (llama_has_param(c, i) && !strcmp(name + used, llama_names[i])) return 1;
+        if (llama_has_param(c, NULL, i) && !strcmp(name + used, llama_names[i])) return 1;
     }
     return 0;
 }
@@ -186,14 +199,41 @@ static inline int64_t llama_extra(const llama_config *c, const fsdp_checkpoint_r
     return extra;
 }
 
+/* Checks that files have each parameter of the units, or of their adapters, which PEFT names.
+   Returns how many are missing, or -1 after another failure: then `why` has a line, of the first.
+   */
+static inline int llama_check_tensors(const llama_config *c, const llama_lora *lora,
+                                      const fsdp_checkpoint_reader *files, const char *dir,
+                                      char *why, size_t cap) {
+    char text[480], name[256];
+    int missing = 0, found = 0;
+    for (int i = 0; i < llama_num_units(c) && found >= 0; i++) {
+        llama_unit u;
+        llama_unit_of(c, lora, i, &u);
+        for (int p = 0; p < u.num && found >= 0; p++) {
+            if (lora && !llama_is_adapter((int)(uintptr_t)u.p[p].user)) continue;
+            snprintf(name, sizeof name, "%s%s.%s", lora ? LLAMA_PEFT : "", u.name, u.p[p].name);
+            found = llama_check_tensor(files, name, &u.p[p], text, sizeof text);
+            missing += found > 0;
+            if (found < 0 || (found > 0 && missing == 1)) {
+                snprintf(why, cap, "%.*s: %s", LLAMA_PATH, dir, text);
+            }
+        }
+    }
+    if (found >= 0 && missing > 1) {
+        const size_t n = strlen(why);
+        snprintf(why + n, cap - n, " (%d tensors are missing)", missing);
+    }
+    return found < 0 ? -1 : missing;
+}
+
 /* Opens the files of a directory and checks that they have each parameter. Returns 0; -1: `why`
    has a line. extra, with room for `cap` bytes, too: a line on tensors that the model does not
    have, or "". You own *files: end it with fsdp_checkpoint_close. */
 static inline int llama_files_open(const char *dir, const llama_config *c,
                                    fsdp_checkpoint_reader **files, char *why, char *extra,
                                    size_t cap) {
-    char text[512], name[256];
-    int missing = 0, found = 0;
+    char name[256];
     extra[0] = 0;
     if (fsdp_checkpoint_open(dir, NULL, NULL, files, why, cap)) {
         if (!llama_other_format(dir, name, sizeof name)) return -1;
@@ -203,21 +243,7 @@ static inline int llama_files_open(const char *dir, const llama_config *c,
                  dir, name);
         return -1;
     }
-    for (int i = 0; i < llama_num_units(c) && found >= 0; i++) {
-        llama_unit u;
-        llama_unit_of(c, i, &u);
-        for (int p = 0; p < u.num && found >= 0; p++) {
-            snprintf(name, sizeof name, "%s.%s", u.name, u.p[p].name);
-            found = llama_check_tensor(*files, name, &u.p[p], text, sizeof text);
-            missing += found > 0;
-            if (found < 0 || (found > 0 && missing == 1)) snprintf(why, cap, "%s: %s", dir, text);
-        }
-    }
-    if (found >= 0 && missing > 1) {
-        const size_t n = strlen(why);
-        snprintf(why + n, cap - n, " (%d tensors are missing)", missing);
-    }
-    if (why[0]) {
+    if (llama_check_tensors(c, NULL, *files, dir, why, cap)) {
         fsdp_checkpoint_close(*files);
         *files = NULL;
         return -1;
@@ -232,35 +258,63 @@ static inline int llama_files_open(const char *dir, const llama_config *c,
     return 0;
 }
 
+/* Opens the adapter of a directory of PEFT and checks that it has both matrices of each target, and
+   no others. Returns 0; -1: `why` has a line. You own *files: end it with fsdp_checkpoint_close. */
+static inline int llama_adapter_open(const char *dir, const llama_config *c, const llama_lora *lora,
+                                     fsdp_checkpoint_reader **files, char *why, size_t cap) {
+    char path[LLAMA_PATH + 32];
+    fsdp_checkpoint_contents all;
+    int64_t wanted = 0;
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", dir);
+    if (fsdp_checkpoint_open(path, NULL, NULL, files, why, cap)) return -1;
+    for (int i = LLAMA_A; i < LLAMA_NORM1; i++) wanted += c->layers * llama_has_param(c, lora, i);
+    int failed = llama_check_tensors(c, lora, *files, path, why, cap);
+    if (!failed && (fsdp_checkpoint_contents_of(*files, &all) || all.num_tensors != wanted)) {
+        snprintf(why, cap,
+                 "%s: expected the %lld tensors of target_modules, got %lld: only adapters of "
+                 "matrices of layers are supported",
+                 path, (long long)wanted, (long long)all.num_tensors);
+        failed = 1;
+    }
+    if (!failed) return 0;
+    fsdp_checkpoint_close(*files);
+    *files = NULL;
+    return -1;
+}
+
 /* ---- the model ------------------------------------------------------------------------------- */
 
 typedef struct llama_model {
     llama_config c;
     llama_acts acts;
+    llama_lora lora;
+    int frozen; // 1: all but adapters
     fsdp_world *world;
     fsdp_model *model; // the world owns it
     fsdp_unit *embed, *norm, *head, **layers;
-    int at[LLAMA_PARAMS]; // as llama_unit.at
-    fsdp_checkpoint_reader *files;
-    char why[LLAMA_WHY]; // the first failure of a read on this rank
+    int at[LLAMA_PARAMS];                    // as llama_unit.at
+    uint8_t (*kinds)[LLAMA_PARAMS];          // llama_param.kind in each unit
+    fsdp_checkpoint_reader *files, *adapter; // while it loads; adapter may be NULL
+    char why[LLAMA_WHY];                     // the first failure of a read on this rank
 } llama_model;
-
-/* Fills rows of a parameter from the files, as fsdp_init_params asks. */
-static inline void llama_fill(void *user, const fsdp_param_view *rows) {
-    llama_model *m = (llama_model *)user;
-    char name[256], why[LLAMA_PATH];
-    snprintf(name, sizeof name, "%s.%s", rows->unit_name, rows->name);
-    if (fsdp_checkpoint_read(m->files, fsdp_checkpoint_tensor_find(m->files, name), rows->start,
-                             rows->local_shape, rows->dtype, rows->data, why, sizeof why)) {
-        if (!m->why[0]) snprintf(m->why, sizeof m->why, "%s: %s", name, why);
-    }
-}
 
 static inline void llama_model_destroy(llama_model *m) {
     fsdp_model_destroy(m->model);
     llama_acts_destroy(&m->acts);
-    free(m->layers);
+    free(m->layers), free(m->kinds);
     memset(m, 0, sizeof *m);
+}
+
+/* Ends a part that may have failed on some ranks: then no rank keeps the model, and `why` has a
+   line on each. Returns 0 or -1. Collective. */
+static inline int llama_model_agree(llama_model *m, int32_t failed, char *why, size_t cap) {
+    if (fsdp_all_reduce(m->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX)) failed = 1;
+    why[0] = 0;
+    if (!failed) return 0;
+    const char *text = m->why[0] ? m->why : fsdp_last_error(m->world);
+    snprintf(why, cap, "%s", text[0] ? text : "another rank has failed");
+    llama_model_destroy(m);
+    return -1;
 }
 
 /* Returns where unit `index` of llama_unit_of is kept. */
@@ -269,13 +323,43 @@ static inline fsdp_unit **llama_unit_at(llama_model *m, int index) {
     return index == 0 ? &m->embed : index == m->c.layers + 1 ? &m->norm : &m->head;
 }
 
-static inline int llama_add_units(llama_model *m) {
+/* Freezes a parameter of unit `index`, unless it is one of an adapter, and gives it the dtype that
+   m->lora.base asks for. Only matrices of layers become blocks. */
+static inline void llama_freeze(llama_model *m, const fsdp_checkpoint_reader *files, int index,
+                                const llama_unit *u, fsdp_param_desc *p) {
+    const int param = (int)(uintptr_t)p->user;
+    const int is_matrix = index >= 1 && index <= m->c.layers && param < LLAMA_BIAS;
+    int dtype = m->lora.base;
+    char name[256];
+    fsdp_checkpoint_tensor t;
+    if (llama_is_adapter(param)) return;
+    if (llama_dtypes[dtype].block_bytes && !(is_matrix && p->shape[1] % LLAMA_BLOCK == 0)) {
+        dtype = LLAMA_DTYPE_FILE;
+    }
+    if (dtype == LLAMA_DTYPE_FILE) {
+        snprintf(name, sizeof name, "%s.%s", u->name, p->name);
+        dtype = LLAMA_DTYPE_F32; // also for f64
+        if (!fsdp_checkpoint_tensor_at(files, fsdp_checkpoint_tensor_find(files, name), &t)) {
+            if (t.dtype == FSDP_BF16) dtype = LLAMA_DTYPE_BF16;
+            if (t.dtype == FSDP_F16) dtype = LLAMA_DTYPE_F16;
+        }
+    }
+    if (llama_dtypes[dtype].block_bytes) {
+        p->shape[1] = p->shape[1] / LLAMA_BLOCK * llama_dtypes[dtype].block_bytes;
+    }
+    p->frozen = 1, p->dtype = llama_dtypes[dtype].dtype;
+    m->kinds[index][param] = dtype == LLAMA_DTYPE_F32 ? 0 : (uint8_t)dtype;
+}
+
+static inline int llama_add_units(llama_model *m, const fsdp_checkpoint_reader *files) {
     for (int i = 0; i < llama_num_units(&m->c); i++) {
         llama_unit u;
         fsdp_unit_desc desc = FSDP_ZERO;
         const int layer = i >= 1 && i <= m->c.layers;
-        llama_unit_of(&m->c, i, &u);
+        llama_unit_of(&m->c, &m->lora, i, &u);
+        for (int p = 0; p < u.num && m->frozen; p++) llama_freeze(m, files, i, &u, &u.p[p]);
         desc.name = u.name, desc.params = u.p, desc.num_params = u.num;
+        desc.user = (void *)(uintptr_t)i;
         // the last norm and the head are open around the loss only
         const int stays = i ? !layer : m->c.tied;
         desc.reshard_after_forward = stays ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
@@ -286,55 +370,124 @@ static inline int llama_add_units(llama_model *m) {
     return 0;
 }
 
-/* Makes the model and reads its parameters as f32. `files` may be closed afterwards. Gradients
-   are sums over all ranks and rows: scale them by llama_model_pass. Returns 0; -1 on every rank:
-   `why` has a line, and *m holds nothing. Collective. */
+/* Makes the units. lora NULL: all parameters are trained, as f32; else only adapters are, and
+   desc's rank, lora_scale and convert are set as it says. Gradients are sums over all ranks and
+   rows: scale them by llama_model_pass. Allocates little: fsdp_model_predict and m->acts.nbytes
+   have the bytes of llama_model_load, which comes next. Returns 0; -1 on every rank: `why` has a
+   line, and *m holds nothing. Collective. */
 static inline int llama_model_create(llama_model *m, fsdp_world *world, const llama_config *c,
-                                     fsdp_checkpoint_reader *files, const llama_acts_desc *desc,
-                                     char *why, size_t cap) {
-    int32_t failed;
+                                     const llama_lora *lora, const fsdp_checkpoint_reader *files,
+                                     const llama_acts_desc *desc, char *why, size_t cap) {
     memset(m, 0, sizeof *m);
-    m->c = *c, m->world = world, m->files = files;
+    m->c = *c, m->world = world, m->acts.desc = *desc;
+    if (lora) {
+        m->lora = *lora, m->frozen = 1;
+        m->acts.desc.rank = lora->rank, m->acts.desc.convert = llama_convert;
+        m->acts.desc.lora_scale = lora->rank ? (float)(lora->alpha / lora->rank) : 0.0f;
+    }
+    m->acts.nbytes = llama_acts_nbytes(c, &m->acts.desc);
     m->layers = (fsdp_unit **)calloc((size_t)c->layers, sizeof(fsdp_unit *));
-    failed = !m->layers || llama_acts_create(c, desc, &m->acts);
+    m->kinds = (uint8_t(*)[LLAMA_PARAMS])calloc((size_t)llama_num_units(c), sizeof *m->kinds);
+    const int failed = !m->layers || !m->kinds || !m->acts.nbytes;
     if (failed) {
-        snprintf(m->why, sizeof m->why, "no memory for activations: expected %zu bytes",
-                 llama_acts_nbytes(c, desc));
+        snprintf(m->why, sizeof m->why, "no memory for %d layers and %d rows of %d tokens",
+                 c->layers, desc->rows, desc->context);
     }
     // a rank that fails alone must not leave the others in a collective
-    if (fsdp_all_reduce(world, NULL, &failed, 1, FSDP_I32, FSDP_MAX)) failed = 1;
-    if (!failed) {
-        failed = fsdp_model_create(world, NULL, &m->model) || llama_add_units(m) ||
-                 fsdp_init_params(m->model, llama_fill, m) ||
-                 fsdp_set_gradient_divide_factor(m->model, NULL, 1.0);
-        failed |= m->why[0] != 0;
-        if (fsdp_all_reduce(world, NULL, &failed, 1, FSDP_I32, FSDP_MAX)) failed = 1;
-    }
-    m->files = NULL;
-    why[0] = 0;
-    if (!failed) return 0;
-    const char *text = m->why[0] ? m->why : fsdp_last_error(world);
-    snprintf(why, cap, "%s", text[0] ? text : "another rank has failed");
-    llama_model_destroy(m);
-    return -1;
+    if (llama_model_agree(m, failed, why, cap)) return -1;
+    return llama_model_agree(m,
+                             fsdp_model_create(world, NULL, &m->model) ||
+                                 llama_add_units(m, files) ||
+                                 fsdp_set_gradient_divide_factor(m->model, NULL, 1.0),
+                             why, cap);
 }
 
-/* Sets the pointers of a layer's parameters, and with grads those of their gradients. */
-static inline void llama_layer_of(const llama_model *m, fsdp_unit *unit, int grads,
-                                  llama_layer *layer) {
+/* Reads rows of a parameter by its name in files. With to NULL as the parameter is kept, else as
+   f32. */
+static inline void llama_read(llama_model *m, const fsdp_param_view *rows, float *to) {
+    const int is_adapter = llama_is_adapter((int)(uintptr_t)rows->user);
+    fsdp_checkpoint_reader *files = is_adapter ? m->adapter : m->files;
+    const fsdp_dtype dtype = to ? FSDP_F32 : rows->dtype;
+    char name[256], why[LLAMA_PATH];
+    int64_t shape[FSDP_MAX_DIMS];
+    snprintf(name, sizeof name, "%s%s.%s", is_adapter ? LLAMA_PEFT : "", rows->unit_name,
+             rows->name);
+    memcpy(shape, rows->local_shape, sizeof shape);
+    if (rows->dtype == FSDP_U8) {
+        shape[1] = shape[1] / llama_dtypes[m->lora.base].block_bytes * LLAMA_BLOCK;
+    }
+    if (fsdp_checkpoint_read(files, fsdp_checkpoint_tensor_find(files, name), rows->start, shape,
+                             dtype, to ? (void *)to : rows->data, why, sizeof why)) {
+        if (!m->why[0]) snprintf(m->why, sizeof m->why, "%s: %s", name, why);
+    }
+}
+
+/* Fills rows of a parameter, as fsdp_init_params asks. B of a new adapter stays zero. */
+static inline void llama_fill(void *user, const fsdp_param_view *rows) {
+    llama_model *m = (llama_model *)user;
+    const int param = (int)(uintptr_t)rows->user;
+    if (llama_is_adapter(param) && !m->adapter) {
+        if (param < LLAMA_B) llama_adapter_init(&m->lora, rows);
+    } else if (rows->dtype == FSDP_U8) {
+        const int kind = m->lora.base;
+        const int64_t count = rows->numel / llama_dtypes[kind].block_bytes * LLAMA_BLOCK;
+        llama_read(m, rows, m->acts.room); // has room for the largest matrix
+        llama_store(rows->data, m->acts.room, kind, count);
+    } else {
+        llama_read(m, rows, NULL);
+    }
+}
+
+/* Allocates activations and shards, and fills them by `fill`, which writes a failure to m->why.
+   Returns as llama_model_create. Collective. */
+static inline int llama_model_fill(llama_model *m, void (*fill)(void *, const fsdp_param_view *),
+                                   void *user, char *why, size_t cap) {
+    const llama_acts_desc desc = m->acts.desc;
+    const size_t nbytes = m->acts.nbytes;
+    const int failed = llama_acts_create(&m->c, &desc, &m->acts);
+    if (failed) {
+        snprintf(m->why, sizeof m->why, "no memory for activations: expected %zu bytes", nbytes);
+    }
+    if (llama_model_agree(m, failed, why, cap)) return -1;
+    return llama_model_agree(m, fsdp_init_params(m->model, fill, user) || m->why[0], why, cap);
+}
+
+/* Reads each rank's rows. adapter NULL: a new one, whose B is zero. The readers may be closed
+   afterwards. Returns as llama_model_create. Collective. */
+static inline int llama_model_load(llama_model *m, fsdp_checkpoint_reader *files,
+                                   fsdp_checkpoint_reader *adapter, char *why, size_t cap) {
+    m->files = files, m->adapter = adapter;
+    if (llama_model_fill(m, llama_fill, m, why, cap)) return -1;
+    m->files = m->adapter = NULL;
+    return 0;
+}
+
+/* Returns a parameter of unit `index`, of which it is number `param` of llama_names, or the only
+   one and 0. With grads its gradient, too, unless it is frozen. */
+static inline llama_param llama_param_of(llama_model *m, int index, int param, int grads) {
+    const int at = index >= 1 && index <= m->c.layers ? m->at[param] : 0;
+    fsdp_unit *unit = *llama_unit_at(m, index);
+    llama_param p;
+    p.kind = m->kinds[index][param];
+    p.w = fsdp_data_as(unit, at, llama_dtypes[p.kind ? p.kind : LLAMA_DTYPE_F32].dtype);
+    grads = grads && (!m->frozen || llama_is_adapter(param));
+    p.g = grads ? fsdp_grad_f32(unit, at) : NULL;
+    return p;
+}
+
+/* Sets the parameters of layer l. */
+static inline void llama_layer_of(llama_model *m, int l, int grads, llama_layer *layer) {
     memset(layer, 0, sizeof *layer);
     for (int i = 0; i < LLAMA_PARAMS; i++) {
-        if (m->at[i] < 0) continue;
-        layer->p[i].w = fsdp_data_f32(unit, m->at[i]);
-        if (grads) layer->p[i].g = fsdp_grad_f32(unit, m->at[i]);
+        if (m->at[i] >= 0) layer->p[i] = llama_param_of(m, l + 1, i, grads);
     }
 }
 
-static inline llama_param llama_param_of(fsdp_unit *unit, int grads) {
-    llama_param p;
-    p.w = fsdp_data_f32(unit, 0), p.kind = 0;
-    p.g = grads ? fsdp_grad_f32(unit, 0) : NULL;
-    return p;
+static inline llama_param llama_norm_of(llama_model *m, int grads) {
+    return llama_param_of(m, m->c.layers + 1, 0, grads);
+}
+static inline llama_param llama_head_of(llama_model *m, int grads) {
+    return llama_param_of(m, m->c.tied ? 0 : m->c.layers + 2, 0, grads);
 }
 
 /* Backward of the layers and the embedding; acts.dx has the gradient of the last layer's output.
@@ -345,15 +498,16 @@ static inline void llama_model_backward(llama_model *m, const int32_t *tokens, i
     for (int l = c->layers - 1; l >= 0; l--) {
         const float *x = llama_x(c, &m->acts, l);
         if (fsdp_pre_backward(m->layers[l])) return; // no memory to compute with
-        llama_layer_of(m, m->layers[l], 1, &layer);
+        llama_layer_of(m, l, 1, &layer);
         if (m->acts.desc.recompute) {
             llama_layer_forward(c, &m->acts, &layer, l, x, llama_x(c, &m->acts, l + 1), B);
         }
         llama_layer_backward(c, &m->acts, &layer, l, x, B);
         fsdp_post_backward(m->layers[l]);
     }
+    if (m->frozen) return; // the embedding gets no gradient
     if (!c->tied) fsdp_pre_backward(m->embed);
-    const llama_param embed = llama_param_of(m->embed, 1);
+    const llama_param embed = llama_param_of(m, 0, 0, 1);
     llama_embed_backward(c, &m->acts, &embed, tokens, B * m->acts.desc.context);
     fsdp_post_backward(m->embed);
 }
@@ -371,17 +525,19 @@ static inline double llama_model_loss(llama_model *m, const int32_t *labels, int
         fsdp_post_forward(m->norm), fsdp_post_forward(m->head);
         if (fsdp_pre_backward(m->head) || fsdp_pre_backward(m->norm)) return 0.0;
     }
-    const llama_param norm = llama_param_of(m->norm, train), head = llama_param_of(m->head, train);
-    llama_norm_forward(a->n, x, (const float *)norm.w, N, c->hidden, c->eps);
+    const llama_param norm = llama_norm_of(m, train), head = llama_head_of(m, train);
+    llama_norm_forward(a->n, x, llama_floats(a, &norm, 0, c->hidden), N, c->hidden, c->eps);
     const double loss = llama_loss(c, a, &head, a->n, a->d2, labels, N, scale, logits);
     if (!train) {
         fsdp_post_forward(m->norm), fsdp_post_forward(m->head);
         fsdp_reshard(m->norm), fsdp_reshard(m->head);
         return loss;
     }
-    llama_norm_backward(a->dx, 0, norm.g, a->d2, x, (const float *)norm.w, N, c->hidden, c->eps);
+    llama_norm_backward(a->dx, 0, norm.g, a->d2, x, llama_floats(a, &norm, 0, c->hidden), N,
+                        c->hidden, c->eps);
     fsdp_post_backward(m->norm);
-    if (!c->tied) fsdp_post_backward(m->head);
+    // a tied embedding that is trained waits for the gradient of its first use
+    if (!c->tied || m->frozen) fsdp_post_backward(m->head);
     return loss;
 }
 
@@ -394,13 +550,13 @@ static inline fsdp_status llama_model_layers(llama_model *m, llama_acts *a, cons
     llama_layer layer;
     fsdp_status status = fsdp_pre_forward(m->embed);
     if (status) return status;
-    const llama_param embed = llama_param_of(m->embed, 0);
+    const llama_param embed = llama_param_of(m, 0, 0, 0);
     llama_embed_forward(c, a, &embed, llama_x(c, a, 0), tokens, B * a->desc.context);
     if (!c->tied) status = fsdp_post_forward(m->embed);
     for (int l = 0; l < c->layers && !status; l++) {
         status = fsdp_pre_forward(m->layers[l]);
         if (status) break;
-        llama_layer_of(m, m->layers[l], 0, &layer);
+        llama_layer_of(m, l, 0, &layer);
         llama_layer_forward(c, a, &layer, l, llama_x(c, a, l), llama_x(c, a, l + 1), B);
         status = fsdp_post_forward(m->layers[l]);
     }

@@ -90,7 +90,7 @@ static inline fsdp_status llama_sample_logits(llama_model *m, llama_acts *a) {
     fsdp_status status = fsdp_pre_forward(m->norm);
     if (!status && !c->tied) status = fsdp_pre_forward(m->head);
     if (status) return status;
-    const llama_param norm = llama_param_of(m->norm, 0), head = llama_param_of(m->head, 0);
+    const llama_param norm = llama_norm_of(m, 0), head = llama_head_of(m, 0);
     llama_norm_forward(a->n, x, llama_floats(a, &norm, 0, c->hidden), 1, c->hidden, c->eps);
     llama_head_products(c, a, &head, 0, a->n, NULL, 1);
     status = fsdp_post_forward(m->norm);

@@ -3,11 +3,11 @@
 
    A checkpoint has the parameters, what AdamW keeps, and a llama_run. Which rows a step has follows
    from the seed and the number of the step, so that this number is the place in the data, too. A
-   run that resumes needs the same tokens, model directory, seed, batch and context; the number of
-   ranks may differ.
+   run that resumes needs the same tokens, model directory, seed, batch, context and adapters; the
+   number of ranks may differ. A frozen model is not in it: its directory is read again.
 
    An export has the names of the directory that the model was loaded from, and all its other
-   files.
+   files. Adapters are exported as PEFT writes them, or merged into the model.
 
    SPDX-License-Identifier: MIT */
 #ifndef LLAMA_SAVE_H
@@ -32,20 +32,6 @@ static inline int llama_result(const fsdp_world *world, fsdp_status status, char
 }
 
 /* ---- export ---------------------------------------------------------------------------------- */
-
-typedef enum llama_export_dtype {
-    LLAMA_DTYPE_FILE, // of each tensor in the files that the model was loaded from
-    LLAMA_DTYPE_F32,
-    LLAMA_DTYPE_BF16,
-    LLAMA_DTYPE_F16,
-    LLAMA_DTYPES
-} llama_export_dtype;
-
-static const struct {
-    fsdp_dtype dtype;
-    const char *name; // in config.json
-} llama_dtypes[LLAMA_DTYPES] = {
-    {FSDP_DTYPE_KEEP, NULL}, {FSDP_F32, "float32"}, {FSDP_BF16, "bfloat16"}, {FSDP_F16, "float16"}};
 
 /* Checks, before ranks start, that a directory `out` can be made: there is nothing with that name,
    and its parent is there. Returns 0; -1: `why` has a line. */
@@ -119,8 +105,7 @@ static inline int llama_may_lack(void *user, const char *name) {
    names of `from`; config.json, in which only the value of dtype or torch_dtype may differ; and
    the other files of `from` that are no weights. `out` gets its name when it is complete. ck's
    file functions are used. Returns 0; -1 on every rank: `why` has a line; there is no `out`, unless
-   only the last sync of its parent has failed.
-   Collective. */
+   only the last sync of its parent has failed. dtype: FILE, F32, BF16 or F16. Collective. */
 static inline int llama_export(llama_model *m, fsdp_checkpoint *ck, const char *from,
                                const char *out, int dtype, char *why, size_t cap) {
     fsdp_checkpoint_export_desc desc = FSDP_ZERO;
@@ -132,7 +117,7 @@ static inline int llama_export(llama_model *m, fsdp_checkpoint *ck, const char *
     desc.like_dtypes = dtype == LLAMA_DTYPE_FILE;
     if (dtype != LLAMA_DTYPE_FILE && fsdp_rank(m->world) == 0) {
         desc.texts = &config, desc.num_texts = 1;
-        llama_config_text(from, llama_dtypes[dtype].name, &config, line, sizeof line);
+        llama_config_text(from, llama_dtypes[dtype].word, &config, line, sizeof line);
     }
     int result = llama_agree(m->world, line, why, cap);
     if (!result) {
@@ -140,6 +125,130 @@ static inline int llama_export(llama_model *m, fsdp_checkpoint *ck, const char *
     }
     free((void *)(uintptr_t)config.data);
     return result;
+}
+
+/* ---- adapters -------------------------------------------------------------------------------- */
+
+/* Renames a parameter as PEFT does, and leaves out those that are none of an adapter. */
+static inline int llama_adapter_name(void *user, const char *name, char *out) {
+    (void)user;
+    if (!strstr(name, ".lora_")) return 0;
+    snprintf(out, FSDP_CHECKPOINT_NAME, "%s%s", LLAMA_PEFT, name);
+    return 1;
+}
+
+/* Writes a directory that PEFT loads: adapter_model.safetensors, as f32, and adapter_config.json,
+   which names `base` as the model. Otherwise as llama_export. Collective. */
+static inline int llama_export_adapter(llama_model *m, fsdp_checkpoint *ck, const char *base,
+                                       const char *out, char *why, size_t cap) {
+    fsdp_checkpoint_export_desc desc = FSDP_ZERO;
+    fsdp_checkpoint_text config = FSDP_ZERO;
+    char text[LLAMA_ADAPTER_TEXT];
+    config.name = "adapter_config.json", config.data = text;
+    config.nbytes = llama_adapter_text(&m->lora, base, text);
+    desc.dtype = FSDP_F32, desc.rename = llama_adapter_name;
+    desc.file_name = "adapter_model.safetensors", desc.max_file_bytes = INT64_MAX; // one file
+    desc.texts = &config, desc.num_texts = 1;
+    return llama_result(m->world, fsdp_checkpoint_export_model(ck, out, &desc), why, cap);
+}
+
+// A frozen model whose matrices get the adapters of another one.
+typedef struct llama_merge {
+    llama_model out;
+    int rank; // of the adapters
+    float *memory;
+    const float **adapters; // [layers][LLAMA_PARAMS], whole, in memory; B times alpha / rank
+} llama_merge;
+
+/* Gathers the adapters of m on each rank: as many bytes as their file has. Returns 0; -1 on every
+   rank: `why` has a line. Collective. */
+static inline int llama_merge_gather(llama_merge *g, llama_model *m, char *why, size_t cap) {
+    const int L = m->c.layers;
+    char line[LLAMA_WHY];
+    int64_t numel = 0;
+    llama_unit u;
+    llama_unit_of(&m->c, &m->lora, 1, &u);
+    for (int p = 0; p < u.num; p++) {
+        if (llama_is_adapter((int)(uintptr_t)u.p[p].user))
+            numel += u.p[p].shape[0] * u.p[p].shape[1];
+    }
+    g->rank = m->lora.rank;
+    g->memory = (float *)malloc((size_t)(L * numel) * sizeof(float));
+    g->adapters = (const float **)calloc((size_t)L * LLAMA_PARAMS, sizeof(float *));
+    int32_t failed = !g->memory || !g->adapters;
+    snprintf(line, sizeof line, "%s", failed ? "no memory for whole adapters" : "");
+    // a rank that fails alone must not leave the others in a collective
+    if (fsdp_all_reduce(m->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX) || failed) {
+        snprintf(why, cap, "%s", line[0] ? line : "another rank has failed");
+        return -1;
+    }
+    float *to = g->memory;
+    for (int i = 0; i < L * u.num; i++) {
+        const fsdp_param_desc *p = &u.p[i % u.num];
+        const int l = i / u.num, param = (int)(uintptr_t)p->user;
+        const int64_t count = p->shape[0] * p->shape[1];
+        if (!llama_is_adapter(param)) continue;
+        if (fsdp_param_full(m->layers[l], i % u.num, to)) {
+            return llama_result(m->world, FSDP_ERR_ABORTED, why, cap);
+        }
+        for (int64_t k = 0; param >= LLAMA_B && k < count; k++) to[k] *= m->acts.desc.lora_scale;
+        g->adapters[(ptrdiff_t)l * LLAMA_PARAMS + param] = to;
+        to += count;
+    }
+    return 0;
+}
+
+/* Fills rows of W with W + (alpha / rank) B A, added as f32 and then rounded. */
+static inline void llama_merge_fill(void *user, const fsdp_param_view *rows) {
+    llama_merge *g = (llama_merge *)user;
+    const int param = (int)(uintptr_t)rows->user, layer = (int)(uintptr_t)rows->unit_user - 1;
+    const int is_matrix = layer >= 0 && layer < g->out.c.layers && param < LLAMA_BIAS;
+    const float *const *of = g->adapters + (ptrdiff_t)(is_matrix ? layer : 0) * LLAMA_PARAMS;
+    if (!is_matrix || !of[LLAMA_A + param]) {
+        llama_fill(&g->out, rows);
+        return;
+    }
+    const int in = (int)rows->local_shape[1];
+    float *to = g->out.acts.room;
+    llama_read(&g->out, rows, to);
+    gemm_f32(GEMM_ADD, (int)rows->local_shape[0], in, g->rank,
+             of[LLAMA_B + param] + rows->start[0] * g->rank, g->rank, of[LLAMA_A + param], in, to,
+             in);
+    fsdp_convert(rows->data, rows->dtype, to, FSDP_F32, rows->numel);
+}
+
+/* Writes the model of `from` with the adapters of m in its matrices, as llama_export does. It
+   makes a second model, frozen in the dtype of the export, and destroys it. Collective. */
+static inline int llama_export_merged(llama_model *m, const char *from, const char *out, int dtype,
+                                      char *why, size_t cap) {
+    const llama_lora frozen = {0, 0.0, 0, dtype, 0};
+    llama_acts_desc desc;
+    llama_merge g;
+    fsdp_checkpoint_reader *files = NULL;
+    fsdp_checkpoint *ck;
+    char line[LLAMA_WHY], extra[LLAMA_WHY];
+    memset(&g, 0, sizeof g), memset(&desc, 0, sizeof desc);
+    desc.rows = desc.context = desc.loss_rows = 1;
+    line[0] = 0;
+    int result = llama_merge_gather(&g, m, why, cap);
+    if (!result) {
+        const int32_t opened = !llama_files_open(from, &m->c, &files, line, extra, sizeof line);
+        int32_t all = opened;
+        if (fsdp_all_reduce(m->world, NULL, &all, 1, FSDP_I32, FSDP_MIN)) all = 0;
+        if (!all) {
+            snprintf(why, cap, "%s", opened ? "another rank has failed" : line);
+            result = -1;
+        }
+    }
+    result = result || llama_model_create(&g.out, m->world, &m->c, &frozen, files, &desc, why, cap);
+    g.out.files = files;
+    result = result || llama_model_fill(&g.out, llama_merge_fill, &g, why, cap) ||
+             llama_result(m->world, fsdp_checkpoint_create(g.out.model, NULL, &ck), why, cap) ||
+             llama_export(&g.out, ck, from, out, dtype, why, cap);
+    fsdp_checkpoint_close(files);
+    llama_model_destroy(&g.out);
+    free(g.memory), free(g.adapters);
+    return result ? -1 : 0;
 }
 
 /* ---- checkpoints ----------------------------------------------------------------------------- */
@@ -153,6 +262,7 @@ typedef struct llama_run {
     uint64_t data; // hash of the tokens
     uint64_t base; // llama_dir_hash of the model's directory
     int32_t batch, context;
+    llama_lora lora; // rank 0: all parameters are trained
 } llama_run;
 
 /* Returns a hash of the names and sizes of a directory's files, without hidden ones. */
@@ -187,6 +297,7 @@ static inline int llama_checkpoint_create(llama_model *m, llama_run *run, int ke
     fsdp_checkpoint_blob blob = FSDP_ZERO;
     blob.name = LLAMA_BLOB, blob.data = run, blob.nbytes = (int64_t)sizeof *run;
     desc.blobs = &blob, desc.num_blobs = 1, desc.keep = keep;
+    desc.skip_frozen = m->frozen; // the directory of the model has them
     return llama_result(m->world, fsdp_checkpoint_create(m->model, &desc, ck), why, cap);
 }
 
@@ -210,7 +321,7 @@ static inline int llama_run_check(const char *path, const llama_run *saved, cons
                 {"model: hash of names and sizes of the files", saved->base, run->base, 1},
                 {"batch", (uint32_t)saved->batch, (uint32_t)run->batch, 0},
                 {"context", (uint32_t)saved->context, (uint32_t)run->context, 0}};
-    for (int i = 0; i < 5; i++) {
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         if (rows[i].expected == rows[i].got) continue;
         snprintf(why, cap,
                  rows[i].is_hash ? "%s: %s: expected %016llx, got %016llx"
@@ -218,7 +329,10 @@ static inline int llama_run_check(const char *path, const llama_run *saved, cons
                  path, rows[i].key, rows[i].expected, rows[i].got);
         return -1;
     }
-    return 0;
+    char saves[LLAMA_LORA_TEXT], asks[LLAMA_LORA_TEXT];
+    if (!strcmp(llama_lora_text(&saved->lora, saves), llama_lora_text(&run->lora, asks))) return 0;
+    snprintf(why, cap, "%s: adapters: expected %s, got %s", path, saves, asks);
+    return -1;
 }
 
 /* Reads the run of a checkpoint. Returns 0; -1: `why` has a line. */
@@ -239,8 +353,8 @@ static inline int llama_run_read(const char *path, llama_run *out, char *why, si
 }
 
 /* Loads the newest complete checkpoint of `dir` and sets run->step to its step; 0: there is none,
-   and nothing is loaded. A checkpoint of another seed, data, base, batch or context than in rank
-   0's *run is refused, and then no parameter has changed. *run is that of llama_checkpoint_create.
+   and nothing is loaded. A checkpoint of another seed, data, base, batch, context or adapters
+   than in rank 0's *run is refused, and then no parameter has changed. *run is that of llama_checkpoint_create.
    Returns 0; -1 on every rank: `why` has a line. Collective. */
 static inline int llama_checkpoint_resume(llama_model *m, fsdp_checkpoint *ck, const char *dir,
                                           llama_run *run, char *why, size_t cap) {

@@ -1,8 +1,8 @@
 /* train_llama.c - fine-tunes a Llama, Qwen2 or Qwen3 model of Hugging Face on N ranks
 
    Reads a directory with config.json and safetensors, and tokens in the form of llm.c; trains all
-   parameters; writes checkpoints, and at the end a directory that transformers loads. Each layer
-   is one unit of fsdp.h. The arithmetic is in llama.h, the model in llama_model.h; README.md shows
+   parameters, or adapters over frozen ones; writes checkpoints, and at the end a directory that
+   transformers or PEFT loads. Each layer is one unit of fsdp.h. The arithmetic is in llama.h, the model in llama_model.h; README.md shows
    the whole way from a text to a fine-tuned model.
 
    Build (in the repository's root; `make examples` does it):
@@ -13,6 +13,7 @@
        train_llama --model DIR --data tokens.bin                     evaluates
        train_llama --model DIR --sample 504,3575,282                 continues
        train_llama --model DIR --data tokens.bin --ranks 2 --steps 100 --export out
+       train_llama --model DIR --data tokens.bin --lora 8 --base q8_0 --steps 100 --export adapter
        tools/fsdprun -n 2 train_llama --model DIR --data tokens.bin --steps 100 --save run --resume
 
    Losses depend on --seed, --batch and --context, and not on the number of ranks, rounding apart.
@@ -40,10 +41,11 @@
 enum { MAX_PROMPT = 4096 };
 
 typedef struct options {
-    const char *model, *data, *mask, *eval_data, *save, *export_dir, *json;
+    const char *model, *data, *mask, *eval_data, *save, *export_dir, *json, *adapter;
     int ranks, steps, batch, micro, context, warmup, loss_rows, accumulate, recompute;
-    int save_every, keep, resume, eval_every, fresh, export_dtype;
+    int save_every, keep, resume, eval_every, fresh, export_dtype, merge, predict;
     int prompt_count;
+    llama_lora lora; // rank 0: all parameters are trained
     double lr, min_lr, weight_decay, beta1, beta2, eps, clip;
     uint64_t seed;
     int32_t prompt[MAX_PROMPT];
@@ -89,7 +91,7 @@ static const char HELP[] =
     "  --batch ROWS       of a step, over all ranks and microbatches (8)\n"
     "  --micro ROWS       of a rank at a time (--batch / ranks)\n"
     "  --context T        tokens of a row (256, or as many as the model can)\n"
-    "  --lr X             peak learning rate (1e-5)\n"
+    "  --lr X             peak learning rate (1e-5, of adapters 2e-4)\n"
     "  --min-lr X         the last one (a tenth of it)\n"
     "  --warmup N         steps until the peak (a tenth of --steps)\n"
     "  --weight-decay X   of matrices; vectors have none (0.1)\n"
@@ -101,6 +103,11 @@ static const char HELP[] =
     "                     rank keeps full gradients\n"
     "  --recompute        compute each layer again for its backward: less memory, a third more "
     "time\n"
+    "  --lora R           train adapters of rank R, and freeze the model\n"
+    "  --alpha A          adapters count A / R times (2 R)\n"
+    "  --targets LIST     matrices that get one (q,k,v,o,gate,up,down)\n"
+    "  --base D           the frozen model as f32, bf16, f16, q8_0 or q4_1 (as in --model)\n"
+    "  --adapter DIR      begin with an adapter of PEFT: its rank, alpha and targets\n"
     "  --eval-data FILE   tokens to evaluate after training\n"
     "  --eval-every N     and after every N steps\n"
     "  --save DIR         save checkpoints below DIR: at the end, and while it trains\n"
@@ -109,10 +116,12 @@ static const char HELP[] =
     "  --resume           go on from the newest complete checkpoint in DIR, if there is one. "
     "Ranks\n"
     "                     may be more or fewer. A launcher that starts the job again does it, too\n"
-    "  --export DIR       write the model in the form of --model\n"
+    "  --export DIR       write the model in the form of --model, or the adapter in that of PEFT\n"
+    "  --merge            write the model with the adapter in its matrices\n"
     "  --export-dtype D   file (as in --model), f32, bf16 or f16 (file)\n"
     "  --sample IDS       continue these tokens greedily: numbers with commas\n"
     "  --new N            by N tokens (24)\n"
+    "  --predict          print the memory of a rank, and end\n"
     "  --json FILE        write one JSON line for each step\n"
     "  --help             this text\n";
 
@@ -120,7 +129,7 @@ static options default_options(void) {
     options o;
     memset(&o, 0, sizeof o);
     o.batch = 8, o.loss_rows = 256, o.keep = 2, o.fresh = 24, o.seed = 1;
-    o.lr = 1e-5, o.min_lr = -1.0, o.warmup = -1;
+    o.lr = o.min_lr = -1.0, o.warmup = -1;
     o.weight_decay = 0.1, o.beta1 = 0.9, o.beta2 = 0.95, o.eps = 1e-8, o.clip = 1.0;
     return o;
 }
@@ -140,16 +149,15 @@ static int parse_prompt(options *o, const char *text) {
                       text, (int)MAX_PROMPT);
 }
 
-static int parse_dtype(options *o, const char *text) {
-    static const char *const names[] = {"file", "f32", "bf16", "f16"};
-    static const int dtypes[] = {LLAMA_DTYPE_FILE, LLAMA_DTYPE_F32, LLAMA_DTYPE_BF16,
-                                 LLAMA_DTYPE_F16};
-    for (int i = 0; i < 4; i++) {
-        if (strcmp(text, names[i])) continue;
-        o->export_dtype = dtypes[i];
-        return EXIT_DONE;
+/* Reads a dtype from `first` on, below `end`. */
+static int parse_dtype(const char *option, const char *text, int first, int end, int *out) {
+    char names[80] = "";
+    for (*out = first; *out < end; ++*out) {
+        if (!strcmp(text, llama_dtypes[*out].name)) return EXIT_DONE;
+        if (*out > first) strcat(names, *out + 1 < end ? ", " : " or ");
+        strcat(names, llama_dtypes[*out].name);
     }
-    return impossible("--export-dtype %s: expected file, f32, bf16 or f16", text);
+    return impossible("--%s %s: expected %s", option, text, names);
 }
 
 typedef struct int_option {
@@ -200,7 +208,7 @@ static int parse_seed(options *o, const char *text) {
 
 /* Returns EXIT_DONE and sets *run to 1 if there is something to do; else the exit status. */
 static int parse_options(int argc, char **argv, options *o, int *run) {
-    const char *seed = NULL, *sample = NULL, *dtype = NULL;
+    const char *seed = NULL, *sample = NULL, *dtype = NULL, *base = NULL, *targets = NULL;
     int help = 0;
     const int_option ints[] = {
         {"ranks", &o->ranks, 1},       {"steps", &o->steps, 1},
@@ -208,24 +216,24 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
         {"context", &o->context, 1},   {"warmup", &o->warmup, 0},
         {"ce-rows", &o->loss_rows, 1}, {"save-every", &o->save_every, 1},
         {"keep", &o->keep, 0},         {"eval-every", &o->eval_every, 1},
-        {"new", &o->fresh, 1},
+        {"new", &o->fresh, 1},         {"lora", &o->lora.rank, 1},
     };
     const real_option reals[] = {
         {"lr", &o->lr, 0.0, HUGE_VAL},       {"min-lr", &o->min_lr, 0.0, HUGE_VAL},
         {"beta1", &o->beta1, 0.0, 1.0},      {"beta2", &o->beta2, 0.0, 1.0},
         {"eps", &o->eps, 0.0, HUGE_VAL},     {"weight-decay", &o->weight_decay, 0.0, HUGE_VAL},
-        {"clip", &o->clip, 1e-30, HUGE_VAL},
+        {"clip", &o->clip, 1e-30, HUGE_VAL}, {"alpha", &o->lora.alpha, 1e-30, HUGE_VAL},
     };
     const text_option texts[] = {
         {"model", &o->model},     {"data", &o->data},  {"mask", &o->mask},
         {"save", &o->save},       {"json", &o->json},  {"eval-data", &o->eval_data},
         {"seed", &seed},          {"sample", &sample}, {"export", &o->export_dir},
-        {"export-dtype", &dtype},
+        {"export-dtype", &dtype}, {"base", &base},     {"targets", &targets},
+        {"adapter", &o->adapter},
     };
-    const flag_option flags[] = {{"accumulate", &o->accumulate},
-                                 {"recompute", &o->recompute},
-                                 {"resume", &o->resume},
-                                 {"help", &help}};
+    const flag_option flags[] = {{"accumulate", &o->accumulate}, {"recompute", &o->recompute},
+                                 {"resume", &o->resume},         {"merge", &o->merge},
+                                 {"predict", &o->predict},       {"help", &help}};
     enum { // where each kind begins among all
         REALS = sizeof ints / sizeof *ints,
         TEXTS = REALS + sizeof reals / sizeof *reals,
@@ -256,8 +264,13 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
     if (optind < argc) return impossible("%s: expected an option: --help lists them", argv[optind]);
     if ((seed && (result = parse_seed(o, seed)) > 0) ||
         (sample && (result = parse_prompt(o, sample)) > 0) ||
-        (dtype && (result = parse_dtype(o, dtype)) > 0))
+        (dtype && (result = parse_dtype("export-dtype", dtype, LLAMA_DTYPE_FILE, LLAMA_DTYPE_FILES,
+                                        &o->export_dtype)) > 0) ||
+        (base &&
+         (result = parse_dtype("base", base, LLAMA_DTYPE_F32, LLAMA_DTYPES, &o->lora.base)) > 0))
         return result;
+    if (targets && llama_targets_read(targets, &o->lora.targets))
+        return impossible("--targets %s: expected some of q,k,v,o,gate,up,down", targets);
     *run = 1;
     return EXIT_DONE;
 }
@@ -275,6 +288,7 @@ static int check_options(job *j, int ranks) {
         return impossible("--batch %d: expected a multiple of %d ranks * --micro %d", o->batch,
                           ranks, o->micro ? o->micro : 1);
     if (o->warmup < 0) o->warmup = o->steps / 10;
+    if (o->lr < 0.0) o->lr = o->lora.rank ? 2e-4 : 1e-5;
     if (o->min_lr < 0.0) o->min_lr = o->lr / 10;
     const int64_t rows = llama_data_rows(&j->data, o->context);
     if (o->data && rows < ranks)
@@ -284,6 +298,42 @@ static int check_options(job *j, int ranks) {
     if (o->eval_data && llama_data_rows(&j->eval, o->context) < 1)
         return impossible("%s: expected at least one row of --context %d, got %lld tokens",
                           o->eval_data, o->context, (long long)j->eval.num_tokens);
+    return EXIT_DONE;
+}
+
+/* Checks the options of adapters, and the files of one. */
+static int open_lora(job *j) {
+    options *o = &j->opt;
+    llama_lora *lora = &o->lora;
+    fsdp_checkpoint_reader *files;
+    char why[LLAMA_WHY];
+    const int given = lora->alpha > 0.0 || lora->targets;
+    if (o->adapter && (lora->rank || given))
+        return impossible("--adapter: its adapter_config.json has rank, alpha and targets: leave "
+                          "out --lora, --alpha and --targets");
+    if (!o->adapter && !lora->rank && (given || lora->base || o->merge))
+        return impossible("--%s: expected --lora or --adapter, too", lora->alpha > 0.0 ? "alpha"
+                                                                     : lora->targets   ? "targets"
+                                                                     : lora->base      ? "base"
+                                                                                       : "merge");
+    if (o->adapter && llama_adapter_read(o->adapter, lora, why, sizeof why))
+        return impossible("%s", why);
+    if (!lora->rank) return EXIT_DONE;
+    if (!lora->targets) lora->targets = LLAMA_ALL_TARGETS;
+    if (!(lora->alpha > 0.0)) lora->alpha = 2.0 * lora->rank;
+    lora->seed = o->seed;
+    if (o->merge && !o->export_dir) return impossible("--merge: expected --export, too");
+    if (o->merge && llama_dtypes[lora->base].block_bytes)
+        return impossible("--merge over --base %s: the adapter belongs to rounded matrices: export "
+                          "it alone",
+                          llama_dtypes[lora->base].name);
+    if (!o->merge && o->export_dtype)
+        return impossible("--export-dtype: an adapter is written as f32: leave it out, or add "
+                          "--merge");
+    if (llama_lora_check(&j->config, lora, why, sizeof why) ||
+        (o->adapter && llama_adapter_open(o->adapter, &j->config, lora, &files, why, sizeof why)))
+        return impossible("%s", why);
+    if (o->adapter) fsdp_checkpoint_close(files);
     return EXIT_DONE;
 }
 
@@ -303,13 +353,15 @@ static int open_job(job *j) {
         return impossible("%s: expected --save, too", o->resume ? "--resume" : "--save-every");
     if (o->eval_every && !o->eval_data)
         return impossible("--eval-every: expected --eval-data, too");
-    if (!o->data && !o->eval_data && !o->prompt_count && !o->export_dir)
-        return impossible("nothing to do: expected --data, --eval-data, --sample or --export");
+    if (!o->data && !o->eval_data && !o->prompt_count && !o->export_dir && !o->predict)
+        return impossible("nothing to do: expected --data, --eval-data, --sample, --export or "
+                          "--predict");
     o->resume |= o->save && is_started_again();
     if (llama_config_read(o->model, &j->config, why, sizeof why) ||
         llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
         return impossible("%s", why);
     fsdp_checkpoint_close(files);
+    if (open_lora(j)) return EXIT_IMPOSSIBLE;
     if (o->data && llama_data_open(&j->data, o->data, o->mask, j->config.vocab, why, sizeof why))
         return impossible("%s", why);
     if (o->eval_data &&
@@ -484,64 +536,104 @@ static int show_sample(trainer *t) {
     return count >= 0 ? EXIT_DONE : failure(t, "--sample: %s", out ? why : "no memory");
 }
 
-static void show_start(trainer *t, const fsdp_memory *m) {
+static void show_lora(const llama_lora *lora, const llama_config *c) {
+    char text[LLAMA_LORA_TEXT];
+    int whole = 0;
+    printf("lora    %s\n", llama_lora_text(lora, text));
+    for (int i = 0; i < LLAMA_MATRICES && llama_dtypes[lora->base].block_bytes; i++) {
+        int columns;
+        (void)llama_matrix_size(c, i, &columns);
+        whole += columns % LLAMA_BLOCK != 0;
+    }
+    if (llama_dtypes[lora->base].block_bytes)
+        printf("        embeddings, norms, biases and %d of %d matrices of a layer stay as in the "
+               "files\n",
+               whole, (int)LLAMA_MATRICES);
+}
+
+static void show_start(const trainer *t, const fsdp_memory *m) {
     const llama_config *c = &t->m.c;
-    fsdp_param_view v = FSDP_ZERO;
-    int64_t numel = 0;
-    while (fsdp_next_param(t->m.model, &v)) {
-        int64_t n = 1;
-        for (int d = 0; d < v.ndim; d++) n *= v.shape[d];
-        numel += n;
+    int64_t all = 0, adapters = 0;
+    for (int i = 0; i < llama_num_units(c); i++) {
+        llama_unit u;
+        llama_unit_of(c, &t->opt->lora, i, &u);
+        for (int p = 0; p < u.num; p++) {
+            const int64_t n = u.p[p].shape[0] * (u.p[p].ndim > 1 ? u.p[p].shape[1] : 1);
+            all += n;
+            adapters += llama_is_adapter((int)(uintptr_t)u.p[p].user) ? n : 0;
+        }
     }
     if (t->rank) return;
     if (t->j->extra[0]) fprintf(stderr, "train_llama: %s\n", t->j->extra);
-    printf("model   %lld parameters, all trained: %d layers, width %d, %d heads, %d of keys, %d "
+    printf("model   %lld parameters, %lld trained: %d layers, width %d, %d heads, %d of keys, %d "
            "tokens%s\n",
-           (long long)numel, c->layers, c->hidden, c->heads, c->kv_heads, c->vocab,
-           c->tied ? ", tied" : "");
+           (long long)all, (long long)(t->m.frozen ? adapters : all), c->layers, c->hidden,
+           c->heads, c->kv_heads, c->vocab, c->tied ? ", tied" : "");
+    if (t->m.frozen) show_lora(&t->m.lora, c);
     printf("ranks   %d, each with %d microbatches of %d rows of %d tokens in a step\n", t->ranks,
            t->micros, t->opt->micro, t->opt->context);
     printf("memory  of a rank: %lld bytes of the model, %lld of AdamW, %zu of activations\n",
-           (long long)m->total_bytes, (long long)(2 * m->pool_bytes[FSDP_POOL_SHARD]),
+           (long long)m->total_bytes, (long long)(2 * m->pool_bytes[FSDP_POOL_SHARD_GRAD]),
            t->m.acts.nbytes);
     fflush(stdout);
 }
 
-/* Makes all that a rank has. Returns EXIT_DONE, or EXIT_FAILED after a line. */
-static int open_rank(trainer *t) {
+/* Opens the files of the model and of an adapter, and allocates the tokens of a step. Returns
+   EXIT_DONE, or EXIT_FAILED on every rank after a line. */
+static int open_files(trainer *t, fsdp_checkpoint_reader **files,
+                      fsdp_checkpoint_reader **adapter) {
     const options *o = t->opt;
     const size_t tokens = (size_t)t->micros * (size_t)o->micro * (size_t)o->context;
-    fsdp_adamw_desc adamw = fsdp_adamw_defaults();
-    fsdp_checkpoint_reader *files = NULL;
-    fsdp_memory predicted;
-    llama_acts_desc acts;
     char why[LLAMA_WHY], extra[LLAMA_WHY];
-    memset(&acts, 0, sizeof acts);
-    acts.rows = o->micro, acts.context = o->context, acts.loss_rows = o->loss_rows;
-    acts.recompute = o->recompute;
+    *files = *adapter = NULL;
     t->tokens = (int32_t *)malloc(tokens * sizeof *t->tokens);
     t->labels = (int32_t *)malloc(tokens * sizeof *t->labels);
     t->rows = (int *)calloc((size_t)t->micros, sizeof *t->rows);
     int32_t failed = !t->tokens || !t->labels || !t->rows;
     snprintf(why, sizeof why, "%s", failed ? "no memory for the tokens of a step" : "");
-    failed = failed || llama_files_open(o->model, &t->m.c, &files, why, extra, sizeof why);
+    failed = failed || llama_files_open(o->model, &t->m.c, files, why, extra, sizeof why) ||
+             (o->adapter &&
+              llama_adapter_open(o->adapter, &t->m.c, &o->lora, adapter, why, sizeof why));
     // a rank that fails alone must not leave the others in a collective
-    if (fsdp_all_reduce(t->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX) || failed) {
-        fsdp_checkpoint_close(files);
+    if (fsdp_all_reduce(t->world, NULL, &failed, 1, FSDP_I32, FSDP_MAX) || failed)
         return rank_failure(t, why[0] ? why : "another rank has failed");
-    }
+    return EXIT_DONE;
+}
+
+/* Makes the model of open files, and unless it is predicted only, loads it. */
+static int open_model(trainer *t, fsdp_checkpoint_reader *files, fsdp_checkpoint_reader *adapter) {
+    const options *o = t->opt;
     const llama_config config = t->m.c;
-    failed = llama_model_create(&t->m, t->world, &config, files, &acts, why, sizeof why);
-    fsdp_checkpoint_close(files);
-    if (failed) return rank_failure(t, why);
+    fsdp_adamw_desc adamw = fsdp_adamw_defaults();
+    fsdp_memory predicted;
+    llama_acts_desc acts;
+    char why[LLAMA_WHY];
+    memset(&acts, 0, sizeof acts);
+    acts.rows = o->micro, acts.context = o->context, acts.loss_rows = o->loss_rows;
+    acts.recompute = o->recompute;
+    if (llama_model_create(&t->m, t->world, &config, o->lora.rank ? &o->lora : NULL, files, &acts,
+                           why, sizeof why))
+        return rank_failure(t, why);
+    if (fsdp_model_predict(t->m.model, &predicted))
+        return failure(t, "%s", fsdp_last_error(t->world));
+    show_start(t, &predicted);
+    if (o->predict) return EXIT_DONE;
+    if (llama_model_load(&t->m, files, adapter, why, sizeof why)) return rank_failure(t, why);
     adamw.beta1 = o->beta1, adamw.beta2 = o->beta2, adamw.eps = o->eps;
     adamw.weight_decay = o->weight_decay;
     adamw.num_groups = 2, adamw.groups[1].weight_decay = 0.0, adamw.group = decay_group;
-    if (fsdp_model_predict(t->m.model, &predicted) ||
-        (o->steps && fsdp_adamw_create(t->m.model, &adamw, &t->adamw)))
+    if (o->steps && fsdp_adamw_create(t->m.model, &adamw, &t->adamw))
         return failure(t, "%s", fsdp_last_error(t->world));
-    show_start(t, &predicted);
     return EXIT_DONE;
+}
+
+/* Makes all that a rank has. Returns EXIT_DONE, or EXIT_FAILED after a line. */
+static int open_rank(trainer *t) {
+    fsdp_checkpoint_reader *files, *adapter;
+    int result = open_files(t, &files, &adapter);
+    if (!result) result = open_model(t, files, adapter);
+    fsdp_checkpoint_close(files), fsdp_checkpoint_close(adapter);
+    return result;
 }
 
 /* Makes the checkpoints' object, which an export needs, too, and resumes. */
@@ -549,7 +641,7 @@ static int open_save(trainer *t) {
     const options *o = t->opt;
     char why[LLAMA_WHY];
     t->run.seed = o->seed, t->run.data = t->j->data.hash, t->run.base = llama_dir_hash(o->model);
-    t->run.batch = o->batch, t->run.context = o->context;
+    t->run.batch = o->batch, t->run.context = o->context, t->run.lora = o->lora;
     if (!o->save && !o->export_dir) return EXIT_DONE;
     if (llama_checkpoint_create(&t->m, &t->run, o->keep, &t->ck, why, sizeof why) ||
         (o->resume && llama_checkpoint_resume(&t->m, t->ck, o->save, &t->run, why, sizeof why)))
@@ -559,10 +651,39 @@ static int open_save(trainer *t) {
     return EXIT_DONE;
 }
 
+/* Writes --export. */
+static int export_model(trainer *t) {
+    const options *o = t->opt;
+    char why[LLAMA_WHY];
+    const int failed =
+        o->merge
+            ? llama_export_merged(&t->m, o->model, o->export_dir, o->export_dtype, why, sizeof why)
+        : t->m.frozen
+            ? llama_export_adapter(&t->m, t->ck, o->model, o->export_dir, why, sizeof why)
+            : llama_export(&t->m, t->ck, o->model, o->export_dir, o->export_dtype, why, sizeof why);
+    if (failed) return failure(t, "--export: %s", why);
+    if (!t->rank) printf("export  %s\n", o->export_dir);
+    return EXIT_DONE;
+}
+
+/* Does what the options ask for, with an open model. */
+static int run_job(trainer *t) {
+    const options *o = t->opt;
+    int result = open_save(t);
+    if (!result && o->steps) result = train(t);
+    for (int i = 0; i < 2 && !result && !o->steps; i++) {
+        const char *path = i ? o->eval_data : o->data;
+        if (path && show_evaluation(t, i ? &t->j->eval : &t->j->data, path, 0))
+            result = failure(t, "%s: %s", path, fsdp_last_error(t->world));
+    }
+    if (!result && o->prompt_count) result = show_sample(t);
+    if (!result && o->export_dir) result = export_model(t);
+    return result;
+}
+
 /* Runs one rank. Returns its exit status. */
 static int run_rank(fsdp_world *world, void *arg) {
     trainer *t = (trainer *)calloc(1, sizeof *t);
-    char why[LLAMA_WHY];
     if (!t) return EXIT_FAILED;
     t->j = (const job *)arg, t->opt = &t->j->opt, t->world = world;
     t->rank = fsdp_rank(world), t->ranks = fsdp_world_size(world);
@@ -571,20 +692,7 @@ static int run_rank(fsdp_world *world, void *arg) {
     int result = open_rank(t);
     if (!result && t->opt->json && !t->rank && !(t->json = fopen(t->opt->json, "a")))
         fprintf(stderr, "train_llama: --json %s: %s\n", t->opt->json, strerror(errno));
-    if (!result) result = open_save(t);
-    if (!result && t->opt->steps) result = train(t);
-    for (int i = 0; i < 2 && !result && !t->opt->steps; i++) {
-        const char *path = i ? t->opt->eval_data : t->opt->data;
-        if (path && show_evaluation(t, i ? &t->j->eval : &t->j->data, path, 0))
-            result = failure(t, "%s: %s", path, fsdp_last_error(world));
-    }
-    if (!result && t->opt->prompt_count) result = show_sample(t);
-    if (!result && t->opt->export_dir) {
-        if (llama_export(&t->m, t->ck, t->opt->model, t->opt->export_dir, t->opt->export_dtype, why,
-                         sizeof why))
-            result = failure(t, "--export: %s", why);
-        else if (!t->rank) printf("export  %s\n", t->opt->export_dir);
-    }
+    if (!result && !t->opt->predict) result = run_job(t);
     if (t->json && fclose(t->json) && !result) result = failure(t, "--json: %s", strerror(errno));
     fflush(stdout);
     llama_model_destroy(&t->m);

@@ -6,12 +6,50 @@
 
 /* ---- a pass ---------------------------------------------------------------------------------- */
 
+/* A golden model, trained in full or by its adapter over a base in some dtype. */
+typedef struct form {
+    const char *prefix; /* of names in expect.safetensors */
+    int is_lora;
+    llama_dtype base;
+} form;
+static const form full = {"", 0, LLAMA_DTYPE_FILE}, adapted = {"lora.", 1, LLAMA_DTYPE_FILE},
+                  as_f32 = {"lora.", 1, LLAMA_DTYPE_F32}, q8_0 = {"q8_0.", 1, LLAMA_DTYPE_Q8_0},
+                  q4_1 = {"q4_1.", 1, LLAMA_DTYPE_Q4_1};
+
 typedef struct run {
     const char *name;
     int recompute;
+    const form *of;
 } run;
 
-static double check_gradients(fsdp_world *w, const llama_model *m, const expected *e) {
+static void load_form(fsdp_world *w, const char *name, const form *of, const llama_acts_desc *desc,
+                      llama_model *m) {
+    char dir[600], adapter[700], why[LLAMA_WHY];
+    llama_lora lora;
+    model_dir(name, dir);
+    if (!of->is_lora) {
+        load_model(w, dir, desc, m);
+        return;
+    }
+    memset(&lora, 0, sizeof lora);
+    snprintf(adapter, sizeof adapter, "%s/../adapter", dir);
+    CHECK_MSG(!llama_adapter_read(adapter, &lora, why, sizeof why), "%s", why);
+    CHECK(lora.rank == 4 && lora.targets == LLAMA_ALL_TARGETS);
+    CHECK_NEAR(lora.alpha, 8.0, 0.0);
+    lora.base = of->base;
+    load_adapted(w, dir, &lora, adapter, desc, m);
+}
+
+static void *get_of(const expected *e, const form *of, const char *name, fsdp_dtype dtype,
+                    fsdp_checkpoint_tensor *t) {
+    char whole[300];
+    snprintf(whole, sizeof whole, "%s%s", of->prefix, name);
+    return get(e, whole, dtype, t);
+}
+
+static double check_gradients(fsdp_world *w, const llama_model *m, const expected *e,
+                              const form *of) {
+    const char *peft = of->is_lora ? LLAMA_PEFT : "";
     fsdp_param_view v = FSDP_ZERO;
     fsdp_checkpoint_tensor t;
     int64_t compared = 0, wanted = 0;
@@ -19,34 +57,38 @@ static double check_gradients(fsdp_world *w, const llama_model *m, const expecte
     while (fsdp_next_param(m->model, &v)) {
         char name[256];
         const int64_t numel = lab_numel(v.ndim, v.shape);
+        CHECK_EQ_INT(v.requires_grad, !of->is_lora || strstr(v.name, "lora_") != NULL);
+        if (!v.requires_grad) continue;
         float *got = (float *)lab_zeros((size_t)numel, sizeof *got);
         CALL(w, fsdp_param_full_grad(v.unit, v.index, got));
-        snprintf(name, sizeof name, "grad.%s.%s", v.unit_name, v.name);
+        snprintf(name, sizeof name, "%sgrad.%s%s.%s", of->prefix, peft, v.unit_name, v.name);
         float *want = (float *)get(e, name, FSDP_F32, &t);
         CHECK_EQ_INT(lab_numel(t.ndim, t.shape), numel);
         const double d = difference(got, want, numel);
-        CHECK_MSG(d <= 2e-5, "%s: %.2g", name, d);
+        CHECK_MSG(d <= (of->is_lora ? 1e-4 : 2e-5), "%s: %.2g", name, d);
         worst = d > worst ? d : worst;
         free(want), free(got);
         compared++;
     }
     for (int64_t i = 0; i < e->all.num_tensors; i++) {
         CHECK_OK(fsdp_checkpoint_tensor_at(e->files, i, &t));
-        wanted += !strncmp(t.name, "grad.", 5);
+        const size_t n = strlen(of->prefix);
+        wanted += !strncmp(t.name, of->prefix, n) && !strncmp(t.name + n, "grad.", 5);
     }
     CHECK_EQ_INT(compared, wanted);
     return worst;
 }
 
 /* After a pass no unit is open, and each was gathered as often as it has to be: layers once for each
-   direction, an untied embedding twice, everything else once. Returns the number of gathers so far. */
+   direction, an untied embedding twice if it is trained, everything else once. Returns the number
+   of gathers so far. */
 static uint64_t check_units(const lab_rank *r, const llama_model *m, int train, uint64_t before) {
     fsdp_counters n;
     const int L = m->c.layers, untied = !m->c.tied;
     CALL(r->w, fsdp_model_counters(m->model, &n));
     const uint64_t calls = n.calls[FSDP_OP_ALL_GATHER];
     if (r->size == 1) return calls;
-    CHECK_EQ_INT(calls - before, train ? 2 * L + 2 + 2 * untied : L + 2 + untied);
+    CHECK_EQ_INT(calls - before, train ? 2 * L + 2 + (2 - m->frozen) * untied : L + 2 + untied);
     CHECK_EQ_INT(fsdp_unit_storage(m->embed), FSDP_STORAGE_SHARDED);
     CHECK_EQ_INT(fsdp_unit_storage(m->norm), FSDP_STORAGE_SHARDED);
     CHECK_EQ_INT(fsdp_unit_storage(m->head), FSDP_STORAGE_SHARDED);
@@ -71,12 +113,11 @@ static void golden_rank(lab_rank *r) {
     fsdp_checkpoint_tensor shape, t;
     llama_model m;
     llama_acts_desc desc;
-    char dir[600];
     int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
     int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
     int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
     float *want = (float *)get(&e, "logits", FSDP_F32, &t);
-    double *loss = (double *)get(&e, "loss", FSDP_F64, &t);
+    double *loss = (double *)get_of(&e, what->of, "loss", FSDP_F64, &t);
     const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
     int failed;
     uint64_t gathers = 0;
@@ -84,8 +125,7 @@ static void golden_rank(lab_rank *r) {
     memset(&desc, 0, sizeof desc);
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
     desc.recompute = what->recompute;
-    model_dir(what->name, dir);
-    load_model(r->w, dir, &desc, &m);
+    load_form(r->w, what->name, what->of, &desc, &m);
     const int64_t V = m.c.vocab, most = (int64_t)desc.rows * T;
     int32_t *mine = (int32_t *)lab_zeros((size_t)(2 * most), sizeof *mine);
     float *logits = (float *)lab_zeros((size_t)(most * V), sizeof *logits);
@@ -103,21 +143,21 @@ static void golden_rank(lab_rank *r) {
         gathers = check_units(r, &m, train, gathers);
         CALL(r->w, fsdp_all_reduce(r->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
         CHECK_NEAR(sum / counted[0] / loss[0], 1.0, 1e-6);
-        for (int b = 0; b < B; b++) {
+        for (int b = 0; b < B && !what->of->is_lora; b++) {
             const int64_t at = (int64_t)(r->rank + b * r->size) * T * V;
             CHECK(difference(logits + (int64_t)b * T * V, want + at, T * V) <= 1e-5);
         }
         if (train && r->rank == 0)
-            h_message("%s, %d ranks: loss %.2g", what->name, r->size,
+            h_message("%s%s, %d ranks: loss %.2g", what->of->prefix, what->name, r->size,
                       sum / counted[0] / loss[0] - 1.0);
     }
-    CHECK((closed.head_at < closed.other_at) ==
-          !m.c.tied); // an untied head is open around the loss only
-    const double worst = check_gradients(r->w, &m, &e);
+    /* a head that waits for no other gradient is open around the loss only */
+    CHECK((closed.head_at < closed.other_at) == (!m.c.tied || m.frozen));
+    const double worst = check_gradients(r->w, &m, &e, what->of);
     /* gradients are added */
     (void)llama_model_pass(&m, mine, mine + most, B, 1.0 / counted[0], NULL, &failed);
     (void)llama_model_pass(&m, mine, mine + most, B, -1.0 / counted[0], NULL, &failed);
-    CHECK_NEAR(check_gradients(r->w, &m, &e), worst, 2e-5);
+    CHECK_NEAR(check_gradients(r->w, &m, &e, what->of), worst, what->of->is_lora ? 1e-4 : 2e-5);
     llama_model_destroy(&m);
     free(logits), free(mine), free(loss), free(want), free(counted), free(labels), free(tokens);
     fsdp_checkpoint_close(e.files);
@@ -136,9 +176,64 @@ TEST_P(llama, golden, passes,
            (row->recompute ? AT_NIGHT(ASAN) : 0)) {
     golden_needs("llama");
     for (int i = 0; i < CASES; i++) {
-        run what = {models[i], row->recompute};
+        run what = {models[i], row->recompute, &full};
         lab_run(row->size, NULL, golden_rank, &what);
     }
+}
+
+/* The same by an adapter: its loss and gradients, over the dtype of the files, f32, and blocks. */
+TEST_P(llama, golden_lora, passes,
+       GLOO | SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) |
+           (row->recompute ? AT_NIGHT(ASAN) : 0)) {
+    static const form *const blocks[] = {&q8_0, &q4_1};
+    golden_needs("llama");
+    for (int i = 0; i < CASES; i++) {
+        run what = {models[i], row->recompute, row->size == 3 ? &as_f32 : &adapted};
+        lab_run(row->size, NULL, golden_rank, &what);
+    }
+    for (int i = 0; i < 2; i++) {
+        run what = {"llama_quant", row->recompute, blocks[i]};
+        lab_run(row->size, NULL, golden_rank, &what);
+    }
+}
+
+/* ---- blocks ---------------------------------------------------------------------------------- */
+
+/* Frozen matrices have the bytes that ggml writes, on any number of ranks. */
+static void bytes_rank(lab_rank *r) {
+    expected e = open_expected("llama_quant");
+    fsdp_checkpoint_tensor t;
+    llama_acts_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rows = desc.context = desc.loss_rows = 1;
+    for (int i = 0; i < 2; i++) {
+        const form *of = i ? &q4_1 : &q8_0;
+        fsdp_param_view v = FSDP_ZERO;
+        llama_model m;
+        int compared = 0;
+        load_form(r->w, "llama_quant", of, &desc, &m);
+        while (fsdp_next_param(m.model, &v)) {
+            char name[256];
+            const int is_matrix = strstr(v.unit_name, "layers.") && v.ndim == 2 && !v.requires_grad;
+            CHECK_EQ_INT(v.dtype, is_matrix ? FSDP_U8 : FSDP_F32);
+            if (!is_matrix || strncmp(v.unit_name, "model.layers.0", 14)) continue;
+            snprintf(name, sizeof name, "bytes.%s.%s", v.unit_name, v.name);
+            uint8_t *want = (uint8_t *)get_of(&e, of, name, FSDP_U8, &t);
+            CHECK(t.ndim == 2 && t.shape[0] == v.shape[0] && t.shape[1] == v.shape[1]);
+            uint8_t *got = (uint8_t *)lab_zeros((size_t)t.nbytes, 1);
+            CALL(r->w, fsdp_param_full(v.unit, v.index, got));
+            CHECK_MSG(!memcmp(got, want, (size_t)t.nbytes), "%s", name);
+            free(got), free(want);
+            compared++;
+        }
+        CHECK_EQ_INT(compared, LLAMA_MATRICES);
+        llama_model_destroy(&m);
+    }
+    fsdp_checkpoint_close(e.files);
+}
+TEST(llama, bytes) {
+    golden_needs("llama");
+    for (int size = 1; size <= 3; size++) lab_run(size, NULL, bytes_rank, NULL);
 }
 
 /* ---- steps of training ----------------------------------------------------------------------- */
@@ -153,14 +248,16 @@ static void read_step(const lab_rank *r, const int32_t *tokens, const int32_t *l
 }
 
 /* Compares all parameters with those after the steps. */
-static void check_params(fsdp_world *w, const llama_model *m, const expected *e) {
+static void check_params(fsdp_world *w, const llama_model *m, const expected *e, const form *of) {
+    const char *peft = of->is_lora ? LLAMA_PEFT : "";
     fsdp_param_view v = FSDP_ZERO;
     fsdp_checkpoint_tensor t;
     while (fsdp_next_param(m->model, &v)) {
         char name[256];
         const int64_t numel = lab_numel(v.ndim, v.shape);
         double sum = 0.0, worst = 0.0;
-        snprintf(name, sizeof name, "after.%s.%s", v.unit_name, v.name);
+        if (!v.requires_grad) continue;
+        snprintf(name, sizeof name, "%safter.%s%s.%s", of->prefix, peft, v.unit_name, v.name);
         float *want = (float *)get(e, name, FSDP_F32, &t);
         CHECK_EQ_INT(lab_numel(t.ndim, t.shape), numel);
         float *got = (float *)lab_zeros((size_t)numel, sizeof *got);
@@ -179,6 +276,7 @@ static void check_params(fsdp_world *w, const llama_model *m, const expected *e)
 typedef struct steps_run {
     const char *name;
     int accumulate;
+    const form *of;
 } steps_run;
 
 static void steps_rank(lab_rank *r) {
@@ -190,18 +288,16 @@ static void steps_rank(lab_rank *r) {
     fsdp_memory predicted, measured;
     llama_model m;
     llama_acts_desc desc;
-    char dir[600];
     int32_t *tokens = (int32_t *)get(&e, "tokens", FSDP_I32, &shape);
     int32_t *labels = (int32_t *)get(&e, "labels", FSDP_I32, &t);
     int32_t *counted = (int32_t *)get(&e, "counted", FSDP_I32, &t);
-    double *loss = (double *)get(&e, "step.loss", FSDP_F64, &t);
-    double *norm = (double *)get(&e, "step.norm", FSDP_F64, &t);
+    double *loss = (double *)get_of(&e, what->of, "step.loss", FSDP_F64, &t);
+    double *norm = (double *)get_of(&e, what->of, "step.norm", FSDP_F64, &t);
     const int rows = (int)shape.shape[2], T = (int)shape.shape[3];
     int used[2];
     memset(&desc, 0, sizeof desc);
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 16;
-    model_dir(what->name, dir);
-    load_model(r->w, dir, &desc, &m);
+    load_form(r->w, what->name, what->of, &desc, &m);
     adamw_desc.beta2 = 0.95, adamw_desc.weight_decay = 0.1;
     CALL(r->w, fsdp_model_predict(m.model, &predicted));
     CALL(r->w, fsdp_adamw_create(m.model, &adamw_desc, &adamw));
@@ -223,14 +319,15 @@ static void steps_rank(lab_rank *r) {
         const int64_t most = predicted.pool_bytes[p];
         CHECK(is_shard ? measured.pool_bytes[p] == most : measured.pool_bytes[p] <= most);
     }
-    check_params(r->w, &m, &e);
+    const int has_after = what->of != &q8_0 && what->of != &q4_1;
+    if (has_after) check_params(r->w, &m, &e, what->of);
     /* a step without a label is refused on every rank, and changes nothing */
     llama_step_result result;
     for (int i = 0; i < 2 * desc.rows * T; i++) mine[2 * desc.rows * T + i] = -1;
     CHECK_STATUS(llama_step(&m, adamw, &batch, what->accumulate, 1e-2, 1.0, &result),
                  FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(result.counted, 0);
-    check_params(r->w, &m, &e);
+    if (has_after) check_params(r->w, &m, &e, what->of);
     llama_model_destroy(&m);
     free(mine), free(norm), free(loss), free(counted), free(labels), free(tokens);
     fsdp_checkpoint_close(e.files);
@@ -247,7 +344,21 @@ TEST_P(llama, steps, trainings,
        SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) | (row->accumulate ? AT_NIGHT(ASAN) : 0)) {
     golden_needs("llama");
     for (int i = 0; i < CASES; i++) {
-        steps_run what = {models[i], row->accumulate};
+        steps_run what = {models[i], row->accumulate, &full};
+        lab_run(row->size, NULL, steps_rank, &what);
+    }
+}
+
+TEST_P(llama, steps_lora, trainings,
+       SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) | (row->accumulate ? AT_NIGHT(ASAN) : 0)) {
+    static const form *const blocks[] = {&q8_0, &q4_1};
+    golden_needs("llama");
+    for (int i = 0; i < CASES; i++) {
+        steps_run what = {models[i], row->accumulate, row->size == 3 ? &as_f32 : &adapted};
+        lab_run(row->size, NULL, steps_rank, &what);
+    }
+    for (int i = 0; i < 2; i++) {
+        steps_run what = {"llama_quant", row->accumulate, blocks[i]};
         lab_run(row->size, NULL, steps_rank, &what);
     }
 }
@@ -388,7 +499,8 @@ static void failing_rank(lab_rank *r) {
     if (r->rank == 1 && how == SHORT_FILE)
         copy_files("llama_tied", dir, "model", 50000, NULL, NULL);
     if (r->rank == 1 && how == NO_MEMORY) desc.rows = desc.context = 2147483647;
-    CHECK_EQ_INT(llama_model_create(&m, r->w, &c, reader, &desc, why, sizeof why), -1);
+    CHECK(llama_model_create(&m, r->w, &c, NULL, reader, &desc, why, sizeof why) ||
+          llama_model_load(&m, reader, NULL, why, sizeof why));
     CHECK_MSG(!strchr(why, '\n') && *why, "%s", why);
     if (r->rank == 1)
         CHECK_MSG(strstr(why, how == SHORT_FILE ? "model.safetensors" : "memory"), "%s", why);

@@ -176,7 +176,7 @@ static void export_rank(lab_rank *r) {
     float *after = full_params(r->w, &t.m, &num);
     CHECK(memcmp(before, after, (size_t)num * sizeof *after));
     model_dir(name, from);
-    for (int i = LLAMA_DTYPE_FILE; i < LLAMA_DTYPES; i++) {
+    for (int i = LLAMA_DTYPE_FILE; i < LLAMA_DTYPE_FILES; i++) {
         snprintf(out, sizeof out, "%s/%s-%d-%d", h_tmpdir(), name, r->size, i);
         if (r->rank == 0) CHECK_MSG(!llama_export_check(out, why, sizeof why), "%s", why);
         CHECK_MSG(!llama_export(&t.m, t.ck, from, out, i, why, sizeof why), "%s", why);

@@ -164,6 +164,93 @@ TEST(train_llama, resumes, SECONDS(120)) {
     CHECK(strstr(output, "step ") == NULL);
 }
 
+/* ---- adapters -------------------------------------------------------------------------------- */
+
+/* Returns the loss of the last evaluation. */
+static double evaluated(void) {
+    double loss = 0.0;
+    const char *at = strstr(output, "eval ");
+    CHECK(at && sscanf(strstr(at, ": loss"), ": loss %lf", &loss) == 1);
+    return loss;
+}
+
+#define LORA TRAIN "--lora 4 --targets q,v,down "
+
+/* Adapters learn the same on any number of ranks, over f32 and over blocks of bytes, whose losses
+   are near. The adapter alone, and merged into the model, has the loss that it had in training. */
+TEST(train_llama, adapters, SECONDS(120)) {
+    static const char *const others[] = {LORA "--ranks 3 --micro 2 --base f32 --json %/j",
+                                         "rm %/j; " LORA
+                                         "--ranks 2 --base q8_0 --recompute --json %/j"};
+    curve one, c;
+    prepare();
+    CHECK_EQ_INT(run(LORA "--ranks 1 --eval-data %/t.bin --json %/all --export %/adapter"), 0);
+    CHECK(strstr(output, "lora    rank 4, alpha 8, q,v,down over the dtype of the files\n"));
+    const double loss = evaluated();
+    CHECK_EQ_INT(run("grep -v eval_loss %/all >%/one; true"), 0);
+    read_curve("one", &one);
+    CHECK_EQ_INT(one.count, STEPS);
+    CHECK_NEAR(one.lr[0], 1e-3, 1e-12);
+    CHECK(one.loss[STEPS - 1] < one.loss[0]);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ_INT(run(others[i]), 0);
+        read_curve("j", &c);
+        for (int s = 0; s < STEPS; s++) CHECK_NEAR(c.loss[s] / one.loss[s], 1.0, i ? 1e-2 : 1e-5);
+        CHECK((c.loss[0] == one.loss[0]) == (i == 0));
+    }
+    CHECK_EQ_INT(run("@ --adapter %/adapter --eval-data %/t.bin --context 20 --ranks 2"), 0);
+    CHECK_NEAR(evaluated() / loss, 1.0, 1e-6);
+    CHECK_EQ_INT(run("@ --adapter %/adapter --ranks 2 --export %/merged --merge"), 0);
+    CHECK_EQ_INT(
+        run("examples/llama/train_llama --model %/merged --eval-data %/t.bin --context 20"), 0);
+    CHECK_NEAR(evaluated() / loss, 1.0, 1e-6);
+    /* without a step, an adapter goes out as it came in */
+    CHECK_EQ_INT(
+        run("@ --adapter %/adapter --ranks 2 --export %/again && diff -r %/adapter %/again"), 0);
+    /* of another learning rate, if none is given */
+    CHECK_EQ_INT(run("@ --data %/t.bin --steps 1 --context 20 --lora 2 --json %/lr"), 0);
+    read_curve("lr", &c);
+    CHECK_NEAR(c.lr[0], 2e-4, 1e-12);
+}
+
+/* A run of adapters goes on to the bit. Without a checkpoint it begins with --adapter. */
+TEST(train_llama, adapters_resume, SECONDS(120)) {
+    curve whole, rest;
+    prepare();
+    CHECK_EQ_INT(run(LORA "--ranks 2 --save %/run --save-every 3 --json %/whole --export %/a"), 0);
+    CHECK_EQ_INT(run("rm -rf %/run/step-00000006 ;" LORA
+                     "--ranks 2 --save %/run --resume --json %/rest --export %/b"),
+                 0);
+    read_curve("whole", &whole), read_curve("rest", &rest);
+    CHECK_EQ_INT(rest.count, 3);
+    for (int i = 0; i < 3; i++) CHECK(rest.loss[i] == whole.loss[i + 3]);
+    CHECK_EQ_INT(run("diff -r %/a %/b"), 0);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --lora 5 --targets q,v,down --save %/run --resume"), 1);
+    CHECK(strstr(errors, ": adapters: expected rank 4, alpha 8, q,v,down over the dtype of the "
+                         "files, got rank 5, alpha 10, q,v,down over the dtype of the files\n"));
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --resume"), 1);
+    CHECK(strstr(errors, "files, got none\n"));
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --adapter %/a --save %/new --resume --json %/j"), 0);
+    CHECK(strstr(output, "resume  ") && strstr(output, ": 0 steps are done\n"));
+    read_curve("j", &rest);
+    CHECK(rest.loss[0] < whole.loss[0]);
+}
+
+/* The memory that a training takes, and nothing else. */
+TEST(train_llama, predicts) {
+    char line[300], *at;
+    prepare();
+    CHECK_EQ_INT(run(TRAIN "--ranks 2"), 0);
+    CHECK((at = strstr(output, "memory ")) != NULL);
+    snprintf(line, sizeof line, "%.*s", (int)strcspn(at, "\n"), at);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --predict --json %/j --save %/run"), 0);
+    CHECK((at = strstr(output, "memory ")) != NULL);
+    CHECK(!strncmp(at, line, strlen(line)) && !strcmp(at + strlen(line), "\n"));
+    CHECK_EQ_INT(run("test ! -e %/run && test ! -s %/j"), 0);
+    CHECK_EQ_INT(run("@ --predict --lora 4"), 0);
+    CHECK(strstr(output, "model   30976 parameters, 4672 trained:") != NULL);
+}
+
 /* Without --steps it evaluates, and the export of an unchanged model has the same bytes. */
 TEST(train_llama, evaluates_samples_and_exports, SECONDS(120)) {
     char one[200], *line;
@@ -199,7 +286,8 @@ static const struct {
      "--model: expected a directory of Hugging Face, got none"},
     {"other_folder", "examples/llama/train_llama --model docs --sample 1", 2,
      "docs/config.json: cannot be opened: No such file or directory"},
-    {"nothing", "@", 2, "nothing to do: expected --data, --eval-data, --sample or --export"},
+    {"nothing", "@", 2,
+     "nothing to do: expected --data, --eval-data, --sample, --export or --predict"},
     {"no_data", "@ --steps 3", 2, "--steps: expected --data, too"},
     {"word", "@ more", 2, "more: expected an option: --help lists them"},
     {"integer", "@ --steps 0", 2, "--steps 0: expected a whole number from 1 to 100000000"},
@@ -209,6 +297,27 @@ static const struct {
     {"sample", "@ --sample 1,,2", 2,
      "--sample 1,,2: expected at most 4096 token numbers with commas, as 504,3575,282"},
     {"dtype", "@ --export-dtype f8", 2, "--export-dtype f8: expected file, f32, bf16 or f16"},
+    {"base", "@ --base file", 2, "--base file: expected f32, bf16, f16, q8_0 or q4_1"},
+    {"base_alone", "@ --base q8_0 --sample 1", 2, "--base: expected --lora or --adapter, too"},
+    {"alpha_alone", "@ --alpha 2 --sample 1", 2, "--alpha: expected --lora or --adapter, too"},
+    {"targets_alone", "@ --targets q --sample 1", 2,
+     "--targets: expected --lora or --adapter, too"},
+    {"merge_alone", "@ --merge --export %/e", 2, "--merge: expected --lora or --adapter, too"},
+    {"targets", "@ --targets q,k, --lora 1", 2,
+     "--targets q,k,: expected some of q,k,v,o,gate,up,down"},
+    {"rank", "@ --lora 33 --sample 1", 2,
+     "self_attn.q_proj: expected a rank of at most 32 (its shape is [32, 32]), got 33"},
+    {"rank_of_k", "@ --lora 17 --targets q,k --sample 1", 2,
+     "self_attn.k_proj: expected a rank of at most 16 (its shape is [16, 32]), got 17"},
+    {"merge", "@ --lora 1 --merge --sample 1", 2, "--merge: expected --export, too"},
+    {"merge_blocks", "@ --lora 1 --base q4_1 --merge --export %/e", 2,
+     "--merge over --base q4_1: the adapter belongs to rounded matrices: export it alone"},
+    {"adapter_dtype", "@ --lora 1 --export %/e --export-dtype bf16", 2,
+     "--export-dtype: an adapter is written as f32: leave it out, or add --merge"},
+    {"no_adapter", "@ --adapter docs --sample 1", 2,
+     "docs/adapter_config.json: cannot be opened: No such file or directory"},
+    {"two_ranks", "@ --adapter docs --lora 4 --sample 1", 2,
+     "--adapter: its adapter_config.json has rank, alpha and targets: leave out --lora"},
     {"resume", "@ --data %/t.bin --steps 1 --resume", 2, "--resume: expected --save, too"},
     {"eval_every", "@ --data %/t.bin --steps 1 --eval-every 1", 2,
      "--eval-every: expected --eval-data, too"},
@@ -261,8 +370,7 @@ TEST(train_llama, evaluates_while_it_trains) {
     CHECK_EQ_STR(output, "2\n");
     read_curve("alone", &alone), read_curve("steps", &c);
     CHECK_EQ_INT(c.count, STEPS);
-    for (int i = 0; i < STEPS; i++)
-        CHECK(c.loss[i] == alone.loss[i] && c.norm[i] == alone.norm[i]);
+    for (int i = 0; i < STEPS; i++) CHECK(c.loss[i] == alone.loss[i] && c.norm[i] == alone.norm[i]);
 }
 
 /* The largest seed mixes rows, too: read in the order of the file, rows would end. */
