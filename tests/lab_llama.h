@@ -74,6 +74,35 @@ H_FN void load_model(fsdp_world *w, const char *dir, const llama_acts_desc *desc
     load_adapted(w, dir, NULL, NULL, desc, m);
 }
 
+/* A golden model, trained in full or by its adapter over a base in some dtype. */
+typedef struct form {
+    const char *prefix; /* of names in expect.safetensors */
+    int is_lora;
+    llama_dtype base;
+} form;
+static const form trained = {"", 0, LLAMA_DTYPE_FILE}, adapted = {"lora.", 1, LLAMA_DTYPE_FILE},
+                  as_f32 = {"lora.", 1, LLAMA_DTYPE_F32}, q8_0 = {"q8_0.", 1, LLAMA_DTYPE_Q8_0},
+                  q4_1 = {"q4_1.", 1, LLAMA_DTYPE_Q4_1};
+
+/* Makes a golden model in a form. */
+H_FN void load_form(fsdp_world *w, const char *name, const form *of, const llama_acts_desc *desc,
+                    llama_model *m) {
+    char dir[600], adapter[700], why[LLAMA_WHY];
+    llama_lora lora;
+    model_dir(name, dir);
+    if (!of->is_lora) {
+        load_model(w, dir, desc, m);
+        return;
+    }
+    memset(&lora, 0, sizeof lora);
+    snprintf(adapter, sizeof adapter, "%s/../adapter", dir);
+    CHECK_MSG(!llama_adapter_read(adapter, &lora, why, sizeof why), "%s", why);
+    CHECK(lora.rank == 4 && lora.targets == LLAMA_ALL_TARGETS);
+    CHECK_NEAR(lora.alpha, 8.0, 0.0);
+    lora.base = of->base;
+    load_adapted(w, dir, &lora, adapter, desc, m);
+}
+
 /* This rank's rows of a microbatch, r, r + W, ...: tokens, and the label that follows each. Returns
    their number. */
 H_FN int my_rows(const lab_rank *r, const int32_t *tokens, const int32_t *labels, int rows, int T,

@@ -6,39 +6,11 @@
 
 /* ---- a pass ---------------------------------------------------------------------------------- */
 
-/* A golden model, trained in full or by its adapter over a base in some dtype. */
-typedef struct form {
-    const char *prefix; /* of names in expect.safetensors */
-    int is_lora;
-    llama_dtype base;
-} form;
-static const form full = {"", 0, LLAMA_DTYPE_FILE}, adapted = {"lora.", 1, LLAMA_DTYPE_FILE},
-                  as_f32 = {"lora.", 1, LLAMA_DTYPE_F32}, q8_0 = {"q8_0.", 1, LLAMA_DTYPE_Q8_0},
-                  q4_1 = {"q4_1.", 1, LLAMA_DTYPE_Q4_1};
-
 typedef struct run {
     const char *name;
     int recompute;
     const form *of;
 } run;
-
-static void load_form(fsdp_world *w, const char *name, const form *of, const llama_acts_desc *desc,
-                      llama_model *m) {
-    char dir[600], adapter[700], why[LLAMA_WHY];
-    llama_lora lora;
-    model_dir(name, dir);
-    if (!of->is_lora) {
-        load_model(w, dir, desc, m);
-        return;
-    }
-    memset(&lora, 0, sizeof lora);
-    snprintf(adapter, sizeof adapter, "%s/../adapter", dir);
-    CHECK_MSG(!llama_adapter_read(adapter, &lora, why, sizeof why), "%s", why);
-    CHECK(lora.rank == 4 && lora.targets == LLAMA_ALL_TARGETS);
-    CHECK_NEAR(lora.alpha, 8.0, 0.0);
-    lora.base = of->base;
-    load_adapted(w, dir, &lora, adapter, desc, m);
-}
 
 static void *get_of(const expected *e, const form *of, const char *name, fsdp_dtype dtype,
                     fsdp_checkpoint_tensor *t) {
@@ -176,7 +148,7 @@ TEST_P(llama, golden, passes,
            (row->recompute ? AT_NIGHT(ASAN) : 0)) {
     golden_needs("llama");
     for (int i = 0; i < CASES; i++) {
-        run what = {models[i], row->recompute, &full};
+        run what = {models[i], row->recompute, &trained};
         lab_run(row->size, NULL, golden_rank, &what);
     }
 }
@@ -344,7 +316,7 @@ TEST_P(llama, steps, trainings,
        SECONDS(120) | (row->size > 3 ? MANY_RANKS : 0) | (row->accumulate ? AT_NIGHT(ASAN) : 0)) {
     golden_needs("llama");
     for (int i = 0; i < CASES; i++) {
-        steps_run what = {models[i], row->accumulate, &full};
+        steps_run what = {models[i], row->accumulate, &trained};
         lab_run(row->size, NULL, steps_rank, &what);
     }
 }
