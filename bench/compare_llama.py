@@ -3,11 +3,12 @@
 """Trains a Llama of Hugging Face by examples/llama/train_llama and by transformers on PyTorch, in
 one run on the same rows, and compares losses, CPU seconds, tokens per second and memory.
 
-  bench/compare_llama.py MODEL TOKENS [--steps 5] [--batch 4] [--context 128] [--ranks 1 2]
+  bench/compare_llama.py MODEL TOKENS [--steps 5] [--batch 4] [--context 128] [--ranks 1 2] [--lora R]
 
+With --lora both train the same new adapter of rank R of all matrices, PyTorch by PEFT.
 PyTorch runs in one process with as many threads as there are ranks. CPU seconds are those of all
 threads and ranks, from start to end, less those of a run with one step; memory is the peak RSS of
-the largest process. Needs torch and transformers.
+the largest process. Needs torch and transformers, with --lora also peft.
 """
 import argparse
 import json
@@ -58,13 +59,17 @@ def torch_side(args):
     from transformers import AutoModelForCausalLM
     torch.set_num_threads(args.torch)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if args.adapter:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, args.adapter, is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
     data = open(args.tokens, "rb").read()
     magic, _, count = struct.unpack("<3i", data[:12])
     code = "H" if magic == 20240520 else "I"
     tokens = struct.unpack(f"<{count}{code}", data[1024:])
     rows = (count - 1) // args.context
-    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in range(args.run):
         begin = time.monotonic()
@@ -73,7 +78,7 @@ def torch_side(args):
         logits = model(chosen[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for group in adamw.param_groups:
             group["lr"] = rate(args, step)
         adamw.step()
@@ -103,7 +108,7 @@ def side(args, ranks, by_torch, folder):
         out = os.path.join(folder, "out")
         if by_torch:
             command = [sys.executable, __file__, *sys.argv[1:], "--torch", str(ranks), "--run",
-                       str(steps)]
+                       str(steps), "--adapter", args.adapter]
             results.append(measure(command, out))
             continue
         lines = os.path.join(folder, f"lines.{ranks}.{steps}")
@@ -111,6 +116,8 @@ def side(args, ranks, by_torch, folder):
                    str(ranks), "--steps", str(steps), "--warmup", str(args.steps // 10),
                    "--batch", str(args.batch), "--context", str(args.context), "--lr",
                    str(args.lr), "--json", lines]
+        if args.adapter:
+            command += ["--adapter", args.adapter]
         _, cpu, rss = measure(command, out)
         results.append(([json.loads(line) for line in open(lines)], cpu, rss))
     (_, first_cpu, _), (lines, cpu, rss) = results
@@ -130,6 +137,8 @@ def main():
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lora", type=int, help="train adapters of this rank")
+    parser.add_argument("--adapter", default="", help=argparse.SUPPRESS)
     parser.add_argument("--torch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -137,6 +146,10 @@ def main():
         return torch_side(args)
     print("ranks or threads        CPU s/step   tokens/s    RSS MB   largest difference of a loss")
     with tempfile.TemporaryDirectory() as folder:
+        if args.lora:
+            args.adapter = os.path.join(folder, "adapter")
+            subprocess.run([args.program, "--model", args.model, "--lora", str(args.lora),
+                            "--export", args.adapter], check=True, stdout=subprocess.DEVNULL)
         for ranks in args.ranks:
             theirs = side(args, ranks, True, folder)
             ours = side(args, ranks, False, folder)
