@@ -99,7 +99,7 @@ H_FN void load_form(fsdp_world *w, const char *name, const form *of, const llama
     CHECK_MSG(!llama_adapter_read(adapter, &lora, why, sizeof why), "%s", why);
     CHECK(lora.rank == 4 && lora.targets == LLAMA_ALL_TARGETS);
     CHECK_NEAR(lora.alpha, 8.0, 0.0);
-    lora.base = of->base;
+    lora.base = (int)of->base;
     load_adapted(w, dir, &lora, adapter, desc, m);
 }
 
