@@ -275,9 +275,11 @@ static void steps_rank(lab_rank *r) {
     CALL(r->w, fsdp_adamw_create(m.model, &adamw_desc, &adamw));
     int32_t *mine = (int32_t *)lab_zeros((size_t)(4 * desc.rows * T), sizeof *mine);
     const llama_batch batch = {mine, mine + (ptrdiff_t)2 * desc.rows * T, used, 2};
+    int64_t allocations = 0; /* after two steps */
     for (int step = 0; step < 3; step++) {
         const ptrdiff_t at = (ptrdiff_t)step * 2 * rows * T;
         llama_step_result result;
+        if (step == 2) allocations = w_allocations(r->heap);
         read_step(r, tokens + at, labels + at, rows, T, desc.rows, mine,
                   mine + (ptrdiff_t)2 * desc.rows * T, used);
         CALL(r->w, llama_step(&m, adamw, &batch, what->accumulate, 1e-2, 1.0, &result));
@@ -285,6 +287,7 @@ static void steps_rank(lab_rank *r) {
         CHECK_NEAR(result.loss / loss[step], 1.0, 1e-5);
         CHECK_NEAR(result.norm / norm[step], 1.0, 1e-4);
     }
+    CHECK_EQ_INT(w_allocations(r->heap), allocations);
     CALL(r->w, fsdp_model_memory(m.model, &measured));
     for (int p = 0; p < FSDP_POOL_COUNT && !what->accumulate; p++) {
         const int is_shard = p == FSDP_POOL_SHARD || p == FSDP_POOL_SHARD_GRAD;
