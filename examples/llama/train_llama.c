@@ -67,9 +67,13 @@ static void print_line(const char *form, va_list args) {
 /* Prints one line on each host: files may be missing on one of them. Returns EXIT_IMPOSSIBLE. */
 static int impossible(const char *form, ...) __attribute__((format(printf, 1, 2)));
 static int impossible(const char *form, ...) {
-    const char *rank = getenv("LOCAL_RANK");
+    static const char *const ranks[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+                                        "MPI_LOCALRANKID", "SLURM_LOCALID"};
     va_list args;
-    if (rank && strcmp(rank, "0") != 0) return EXIT_IMPOSSIBLE;
+    for (int i = 0; i < 4; i++) {
+        const char *rank = getenv(ranks[i]);
+        if (rank && strcmp(rank, "0") != 0) return EXIT_IMPOSSIBLE;
+    }
     va_start(args, form);
     print_line(form, args);
     va_end(args);

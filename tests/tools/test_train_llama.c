@@ -356,6 +356,17 @@ TEST_P(train_llama, refusals, refusals, 0) {
     }
 }
 
+/* Several ranks of a host print the line once, whatever starts them. */
+TEST(train_llama, one_line_for_a_host) {
+    prepare();
+    CHECK_EQ_INT(run("OMPI_COMM_WORLD_LOCAL_RANK=1 @"), 2);
+    CHECK_EQ_STR(errors, "");
+    CHECK_EQ_INT(run("SLURM_LOCALID=3 @"), 2);
+    CHECK_EQ_STR(errors, "");
+    CHECK_EQ_INT(run("OMPI_COMM_WORLD_LOCAL_RANK=0 @"), 2);
+    CHECK(strstr(errors, "nothing to do") != NULL);
+}
+
 /* Evaluations between steps come when they should, and change no step. */
 TEST(train_llama, evaluates_while_it_trains) {
     curve alone, c;
