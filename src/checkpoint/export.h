@@ -418,6 +418,27 @@ static int fsdpi_ck_good_texts(const fsdp_checkpoint_export_desc *desc) {
     return 1;
 }
 
+// Returns the first field that is wrong, and its rule. NULL: there is none.
+static const char *fsdpi_ck_wrong_field(const fsdp_checkpoint_export_desc *d) {
+    const int of_whole = d->ema || d->source || d->like || d->file_name || d->num_texts;
+    if (d->num_ranks < 0 || d->num_ranks > FSDPI_CK_MOST_FILES)
+        return "num_ranks: expected 0 to 1000000";
+    if (d->num_ranks && (of_whole || d->like_dtypes))
+        return "num_ranks: expected 0 with ema, source, like, file_name, texts or like_dtypes";
+    if (d->max_file_bytes < 0) return "max_file_bytes: expected 0 or more";
+    if (d->dtype != FSDP_DTYPE_KEEP && !fsdp_dtype_is_float(d->dtype))
+        return "dtype: expected KEEP or a floating one";
+    if (d->file_name && (!fsdpi_ck_is_leaf(d->file_name) || strlen(d->file_name) > 64))
+        return "file_name: expected NULL or NAME.safetensors with at most 64 letters, digits, "
+               "'.', '_' and '-'";
+    if (!fsdpi_ck_good_texts(d))
+        return "texts: expected names with at most 64 letters, digits, '.', '_' and '-' that are "
+               "none of weights, and their bytes";
+    if (d->files && (d->files->version != 1 || d->files->size != sizeof(fsdp_file_ops)))
+        return "files: expected NULL or operations of version 1";
+    return NULL;
+}
+
 static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc,
                                          fsdp_checkpoint_export_desc *own, const char *call,
                                          const char *out, char *text, size_t cap) {
@@ -428,23 +449,10 @@ static fsdp_status fsdpi_ck_check_export(const fsdp_checkpoint_export_desc *desc
     if (!fsdpi_ck_good_path(out)) return fsdpi_ck_refused(call, "out", text, cap);
     if (own->like && !fsdpi_ck_good_path(own->like))
         return fsdpi_ck_refused(call, "like", text, cap);
-    int good =
-        own->num_ranks >= 0 && own->num_ranks <= FSDPI_CK_MOST_FILES && own->max_file_bytes >= 0 &&
-        !(own->num_ranks && (own->ema || own->source || own->like || own->file_name ||
-                             own->num_texts || own->like_dtypes)) &&
-        fsdpi_ck_good_texts(own) &&
-        (!own->file_name || (fsdpi_ck_is_leaf(own->file_name) && strlen(own->file_name) <= 64)) &&
-        (own->dtype == FSDP_DTYPE_KEEP || fsdp_dtype_is_float(own->dtype)) &&
-        (!own->files || (own->files->version == 1 && own->files->size == sizeof(fsdp_file_ops)));
-    if (!good && text && cap)
-        snprintf(text, cap,
-                 "[E463] %s: expected num_ranks 0 to %d, and 0 with ema, source, like, file_name, "
-                 "texts or like_dtypes, max_file_bytes >= 0, dtype KEEP or a floating one, "
-                 "file_name NULL or NAME.safetensors with at most 64 letters, digits, '.', '_' and "
-                 "'-', texts with such names that are none of weights, and files of version 1: "
-                 "zero the desc, then set what you need",
-                 call, FSDPI_CK_MOST_FILES);
-    return good ? FSDP_OK : FSDP_ERR_INVALID_ARG;
+    const char *wrong = fsdpi_ck_wrong_field(own);
+    if (wrong && text && cap)
+        snprintf(text, cap, "[E463] %s: %s: zero the desc, then set what you need", call, wrong);
+    return wrong ? FSDP_ERR_INVALID_ARG : FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_checkpoint_export(const char *path, const char *out,

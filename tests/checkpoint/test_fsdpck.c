@@ -943,7 +943,7 @@ TEST(fsdpck, export_averages) {
     fsdp_checkpoint_close(r);
     d.num_ranks = 2;
     CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "no"), &d, SAID), FSDP_ERR_INVALID_ARG);
-    says("[E463] checkpoint_export: expected num_ranks 0 to ");
+    says("[E463] checkpoint_export: num_ranks: expected 0 with ema, ");
     d.num_ranks = 0;
     store_averages(from, 7, 6);
     CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_CORRUPT);
@@ -1262,7 +1262,7 @@ TEST(fsdpck, export_refuses_sources) {
     check_mapping(from, to, &m, d.dtype);
     d.num_ranks = 2;
     CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
-    says("[E463] checkpoint_export: expected num_ranks 0 to 1000000, and 0 with ema, source, like");
+    says("[E463] checkpoint_export: num_ranks: expected 0 with ema, source, like");
     static const mapping cut[] = {{"w", "b", 0, 0, 0}, {"w", "two", 0, 0, 0}};
     m.list = cut, d.num_ranks = 0, d.like = from; /* its tensor "two" has no rows */
     CHECK_STATUS(fsdp_checkpoint_export(from, path_of(to, "cut"), &d, SAID), FSDP_ERR_INVALID_ARG);
@@ -1372,7 +1372,8 @@ TEST(fsdpck, export_like_copies_files) {
         d.file_name = bad[i];
         CHECK_STATUS(fsdp_checkpoint_export(file, path_of(to, "x"), &d, SAID),
                      FSDP_ERR_INVALID_ARG);
-        says("[E463]");
+        says("[E463] checkpoint_export: file_name: expected NULL or NAME.safetensors with at most "
+             "64");
     }
     d.file_name = NULL, d.like = "";
     CHECK_STATUS(fsdp_checkpoint_export(file, to, &d, SAID), FSDP_ERR_INVALID_ARG);
@@ -1456,7 +1457,8 @@ TEST(fsdpck, export_texts) {
         if (more >= 2) d.num_ranks = 1;
         if (more == 3) d.num_texts = 0, d.like_dtypes = 1;
         CHECK_STATUS(fsdp_checkpoint_export(from, to, &d, SAID), FSDP_ERR_INVALID_ARG);
-        says("[E463]");
+        says(more >= 2 ? "[E463] checkpoint_export: num_ranks: expected 0 with ema, source, like"
+                       : "[E463] checkpoint_export: texts: expected names with at most 64 letters");
         CHECK_EQ_INT(access(to, F_OK), -1);
     }
 }
@@ -1764,11 +1766,16 @@ TEST(fsdpck, export_refuses) {
     d.rename = keep_names, d.user = (void *)(uintptr_t) "";
     REFUSES(FSDP_ERR_INVALID_ARG, "[E467] checkpoint_export: of 36 tensors in");
     d.num_ranks = -1;
-    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: expected num_ranks 0 to 1000000");
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: num_ranks: expected 0 to 1000000");
+    d.num_ranks = 1000001;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: num_ranks: expected 0 to 1000000");
     d.max_file_bytes = -1;
-    REFUSES(FSDP_ERR_INVALID_ARG, "[E463]");
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: max_file_bytes: expected 0 or more");
     d.dtype = FSDP_I32;
-    REFUSES(FSDP_ERR_INVALID_ARG, "[E463]");
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: dtype: expected KEEP or a floating");
+    const fsdp_file_ops none = FSDP_ZERO;
+    d.files = &none;
+    REFUSES(FSDP_ERR_INVALID_ARG, "[E463] checkpoint_export: files: expected NULL or operations");
     d.end_canary = 1;
     REFUSES(FSDP_ERR_INVALID_ARG, "fsdp_checkpoint_export_desc");
     snprintf(to, sizeof to, "%s", file);
