@@ -99,40 +99,52 @@ static inline int llama_lora_check(const llama_config *c, const llama_lora *lora
 
 /* ---- adapter_config.json --------------------------------------------------------------------- */
 
-/* Refuses keys that change what an adapter computes. */
+/* Refuses what may change what an adapter computes: each key that is set and is not known to change
+   nothing, because new methods of PEFT have new keys. */
 static inline void llama_adapter_others(llama_file *f) {
-    static const char *const off[] = {"use_dora",
-                                      "use_rslora",
-                                      "use_qalora",
-                                      "use_bdlora",
-                                      "lora_bias",
-                                      "fan_in_fan_out",
-                                      "modules_to_save",
-                                      "rank_pattern",
-                                      "alpha_pattern",
-                                      "layers_to_transform",
-                                      "layers_pattern",
-                                      "layer_replication",
-                                      "exclude_modules",
-                                      "target_parameters",
-                                      "trainable_token_indices",
-                                      "alora_invocation_tokens",
-                                      "loftq_config",
-                                      "megatron_config"};
-    fsdp_json v, key, at;
-    for (size_t i = 0; i < sizeof off / sizeof *off; i++) {
-        if (!llama_find(&f->root, off[i], &v) || v.kind == FSDP_JSON_FALSE) continue;
+    static const char *const known[] = {"auto_mapping",
+                                        "base_model_name_or_path",
+                                        "bias",
+                                        "ensure_weight_tying",
+                                        "eva_config",
+                                        "inference_mode",
+                                        "init_lora_weights",
+                                        "lora_alpha",
+                                        "lora_dropout",
+                                        "megatron_core",
+                                        "peft_type",
+                                        "peft_version",
+                                        "qalora_group_size",
+                                        "r",
+                                        "revision",
+                                        "runtime_config",
+                                        "target_modules",
+                                        "task_type"};
+    enum { KNOWN = sizeof known / sizeof *known };
+    fsdp_json v, key, member, at;
+    char name[48];
+    for (memset(&v, 0, sizeof v); fsdp_json_next(&f->root, &key, &v);) {
+        size_t i = 0;
+        while (i < KNOWN && !llama_is(&key, known[i])) i++;
+        if (i < KNOWN || v.kind == FSDP_JSON_NULL || v.kind == FSDP_JSON_FALSE) continue;
         memset(&at, 0, sizeof at);
         const int holds = v.kind == FSDP_JSON_OBJECT || v.kind == FSDP_JSON_LIST;
-        if (holds && !fsdp_json_next(&v, v.kind == FSDP_JSON_OBJECT ? &key : NULL, &at)) continue;
-        llama_refuse(f, off[i], "none: it is not supported", &v);
+        if (holds && !fsdp_json_next(&v, v.kind == FSDP_JSON_OBJECT ? &member : NULL, &at))
+            continue;
+        llama_shown(&key, name), name[1 + strcspn(name + 1, "\"")] = 0; // without quotes
+        llama_refuse(f, name + 1, "none: it is not supported", &v);
     }
     if (llama_find(&f->root, "bias", &v) && !llama_is(&v, "none")) {
         llama_refuse(f, "bias", "\"none\"", &v);
     }
+    if (llama_find(&f->root, "init_lora_weights", &v) && v.kind == FSDP_JSON_STRING &&
+        !llama_is(&v, "gaussian") && !llama_is(&v, "eva") && !llama_is(&v, "orthogonal")) {
+        llama_refuse(f, "init_lora_weights", // others change the matrices of the model, too
+                     "true, false, \"gaussian\", \"eva\" or \"orthogonal\"", &v);
+    }
 }
 
-/* Reads target_modules: a list, with or without the names of the modules around. */
+/* Reads target_modules: a list, with or without the name of the module around: mlp.up_proj. */
 static inline void llama_adapter_targets(llama_file *f, llama_lora *lora) {
     fsdp_json list, at;
     lora->targets = 0;
@@ -142,7 +154,10 @@ static inline void llama_adapter_targets(llama_file *f, llama_lora *lora) {
     }
     for (memset(&at, 0, sizeof at); fsdp_json_next(&list, NULL, &at);) {
         int i = 0;
-        while (i < LLAMA_MATRICES && !llama_is(&at, llama_target(i))) i++;
+        while (i < LLAMA_MATRICES && !llama_is(&at, llama_target(i)) &&
+               !llama_is(&at, llama_modules[i])) {
+            i++;
+        }
         if (i < LLAMA_MATRICES) lora->targets |= 1u << i;
         else llama_refuse(f, "target_modules", "names from q_proj to down_proj", &at);
     }

@@ -587,7 +587,9 @@ static void show_start(const trainer *t, const fsdp_memory *m) {
 static int open_files(trainer *t, fsdp_checkpoint_reader **files,
                       fsdp_checkpoint_reader **adapter) {
     const options *o = t->opt;
-    const size_t tokens = (size_t)t->micros * (size_t)o->micro * (size_t)o->context;
+    // a prediction reads none
+    const size_t tokens = o->predict ? 1
+                                     : (size_t)t->micros * (size_t)o->micro * (size_t)o->context;
     char why[LLAMA_WHY], extra[LLAMA_WHY];
     *files = *adapter = NULL;
     t->tokens = (int32_t *)malloc(tokens * sizeof *t->tokens);
@@ -640,12 +642,20 @@ static int open_rank(trainer *t) {
     return result;
 }
 
-/* Makes the checkpoints' object, which an export needs, too, and resumes. */
+/* Makes the checkpoints' object, which an export needs, too, and resumes. Before, all ranks must
+   have the run of rank 0: the files of another host may be others. */
 static int open_save(trainer *t) {
     const options *o = t->opt;
-    char why[LLAMA_WHY];
+    char why[LLAMA_WHY] = "another rank has other files or options";
+    llama_run first;
     t->run.seed = o->seed, t->run.data = t->j->data.hash, t->run.base = llama_dir_hash(o->model);
     t->run.batch = o->batch, t->run.context = o->context, t->run.lora = o->lora;
+    first = t->run;
+    if (fsdp_broadcast(t->world, NULL, &first, sizeof first, 0))
+        return failure(t, "%s", fsdp_last_error(t->world));
+    int32_t differs = llama_run_check("other than rank 0", &first, &t->run, why, sizeof why) != 0;
+    if (fsdp_all_reduce(t->world, NULL, &differs, 1, FSDP_I32, FSDP_MAX) || differs)
+        return rank_failure(t, why);
     if (!o->save && !o->export_dir) return EXIT_DONE;
     if (llama_checkpoint_create(&t->m, &t->run, o->keep, &t->ck, why, sizeof why) ||
         (o->resume && llama_checkpoint_resume(&t->m, t->ck, o->save, &t->run, why, sizeof why)))

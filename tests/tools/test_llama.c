@@ -51,6 +51,18 @@ static double check_gradients(fsdp_world *w, const llama_model *m, const expecte
     return worst;
 }
 
+/* A frozen parameter has the dtype of the files, unless another one was asked for. */
+static void check_frozen(const llama_model *m, const run *what) {
+    fsdp_param_view v = FSDP_ZERO;
+    const fsdp_dtype dtype = !strcmp(what->name, "llama3_rope_old") ? FSDP_BF16
+                             : !strcmp(what->name, "qwen2_untied")  ? FSDP_F16
+                                                                    : FSDP_F32;
+    while (what->of->base < LLAMA_DTYPE_FILES && fsdp_next_param(m->model, &v)) {
+        const int as_it_is = what->of == &adapted && !v.requires_grad;
+        CHECK_EQ_INT(v.dtype, as_it_is ? dtype : FSDP_F32);
+    }
+}
+
 /* After a pass no unit is open, and each was gathered as often as it has to be: layers once for each
    direction, an untied embedding twice if it is trained, everything else once. Returns the number
    of gathers so far. */
@@ -98,6 +110,7 @@ static void golden_rank(lab_rank *r) {
     desc.rows = (rows + r->size - 1) / r->size, desc.context = T, desc.loss_rows = 7;
     desc.recompute = what->recompute;
     load_form(r->w, what->name, what->of, &desc, &m);
+    check_frozen(&m, what);
     const int64_t V = m.c.vocab, most = (int64_t)desc.rows * T;
     int32_t *mine = (int32_t *)lab_zeros((size_t)(2 * most), sizeof *mine);
     float *logits = (float *)lab_zeros((size_t)(most * V), sizeof *logits);

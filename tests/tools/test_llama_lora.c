@@ -56,7 +56,17 @@ static const struct {
     {"alphas", GOOD ", \"alpha_pattern\": {\"q_proj\": 3}", "alpha_pattern: expected none"},
     {"layers", GOOD ", \"layers_to_transform\": [1]", "layers_to_transform: expected none"},
     {"layer", GOOD ", \"layers_to_transform\": 1", "layers_to_transform: expected none"},
-    {"exclude", GOOD ", \"exclude_modules\": \"1.*\"", "exclude_modules: expected none"}};
+    {"exclude", GOOD ", \"exclude_modules\": \"1.*\"", "exclude_modules: expected none"},
+    {"tokens", GOOD ", \"trainable_token_indices\": [1]", "trainable_token_indices: expected none"},
+    {"new_method", GOOD ", \"new_config\": {\"a\": 1}",
+     "new_config: expected none: it is not supported, got {\"a\": 1}"},
+    {"other_layer",
+     "\"peft_type\": \"LORA\", \"r\": 2, \"lora_alpha\": 3, \"target_modules\": "
+     "[\"layers.0.mlp.up_proj\"]",
+     "target_modules: expected names from q_proj to down_proj, got \"layers.0.mlp.up_proj\""},
+    {"pissa", GOOD ", \"init_lora_weights\": \"pissa_niter_4\"",
+     "init_lora_weights: expected true, false, \"gaussian\", \"eva\" or \"orthogonal\", got "
+     "\"pissa_niter_4\""}};
 TEST_P(llama_lora, refused, refused, 0) {
     char text[500], why[LLAMA_WHY];
     llama_lora lora;
@@ -80,6 +90,12 @@ TEST(llama_lora, given) {
     CHECK_EQ_INT(lora.rank, 2);
     CHECK_EQ_INT(lora.targets, 1 << LLAMA_Q | 1 << LLAMA_V);
     CHECK_NEAR(lora.alpha, 3.0, 0.0);
+    CHECK_MSG(!read_config("{\"peft_type\": \"LORA\", \"r\": 2, \"lora_alpha\": 3, "
+                           "\"init_lora_weights\": \"gaussian\", \"peft_version\": \"1\", "
+                           "\"target_modules\": [\"mlp.up_proj\", \"o_proj\"]}",
+                           &lora, why),
+              "%s", why);
+    CHECK_EQ_INT(lora.targets, 1 << LLAMA_UP | 1 << LLAMA_O);
 }
 
 /* What is written can be read, whatever the path of the base is. */
@@ -294,6 +310,15 @@ static void merged_rank(lab_rank *r) {
     CHECK_MSG(strstr(why, "is there already"), "%s", why);
     CHECK_EQ_INT(llama_export_merged(&m, h_tmpdir(), out, 0, why, sizeof why), -1);
     CHECK(why[0] && !strchr(why, '\n'));
+    /* one rank cannot read the model */
+    snprintf(out, sizeof out, "%s/%s-%d-x", h_tmpdir(), name, r->size);
+    if (r->size > 1) {
+        const char *from = r->rank ? model : h_tmpdir();
+        CHECK_EQ_INT(llama_export_merged(&m, from, out, 0, why, sizeof why), -1);
+        CHECK_MSG(strstr(why, r->rank ? "another rank has failed" : "no .safetensors file"), "%s",
+                  why);
+        CALL(r->w, fsdp_barrier(r->w));
+    }
     llama_model_destroy(&m);
 }
 TEST(llama_lora, merged, SECONDS(60)) {
@@ -366,7 +391,9 @@ TEST(llama_lora, begins) {
     lab_run(1, NULL, new_rank, f);
     lab_run(3, NULL, new_rank, f);
     CHECK(!memcmp(f->values[0], f->values[1], sizeof f->values[0]));
+    /* other values for each matrix, and for each layer */
     CHECK(memcmp(f->values[0], f->values[0] + 3 * 32, 3 * 32 * sizeof(float)));
+    CHECK(memcmp(f->values[0], f->values[0] + 3 * (32 + 88), 3 * 32 * sizeof(float)));
 }
 
 /* ---- blocks ---------------------------------------------------------------------------------- */

@@ -194,6 +194,7 @@ TEST(train_llama, adapters, SECONDS(120)) {
     CHECK(one.loss[STEPS - 1] < one.loss[0]);
     for (int i = 0; i < 2; i++) {
         CHECK_EQ_INT(run(others[i]), 0);
+        if (i) CHECK(strstr(output, " and 1 of 7 matrices of a layer stay as in the files\n"));
         read_curve("j", &c);
         for (int s = 0; s < STEPS; s++) CHECK_NEAR(c.loss[s] / one.loss[s], 1.0, i ? 1e-2 : 1e-5);
         CHECK((c.loss[0] == one.loss[0]) == (i == 0));
@@ -211,6 +212,10 @@ TEST(train_llama, adapters, SECONDS(120)) {
     CHECK_EQ_INT(run("@ --data %/t.bin --steps 1 --context 20 --lora 2 --json %/lr"), 0);
     read_curve("lr", &c);
     CHECK_NEAR(c.lr[0], 2e-4, 1e-12);
+    /* the seed is that of A */
+    CHECK_EQ_INT(run("for s in 3 4; do @ --lora 2 --seed $s --export %/$s || exit 9; done; "
+                     "cmp -s %/3/adapter_model.safetensors %/4/adapter_model.safetensors"),
+                 1);
 }
 
 /* A run of adapters goes on to the bit. Without a checkpoint it begins with --adapter. */
@@ -225,6 +230,12 @@ TEST(train_llama, adapters_resume, SECONDS(120)) {
     CHECK_EQ_INT(rest.count, 3);
     for (int i = 0; i < 3; i++) CHECK(rest.loss[i] == whole.loss[i + 3]);
     CHECK_EQ_INT(run("diff -r %/a %/b"), 0);
+    CHECK_EQ_INT(run("grep -q lora_B %/run/step-00000003/*"), 0);
+    CHECK_EQ_INT(run("grep -q embed_tokens %/run/step-00000003/*"), 1); /* frozen: not in it */
+    CHECK_EQ_INT(run(LORA "--ranks 2 --alpha 8.25 --save %/run --resume"), 1);
+    CHECK(strstr(errors, "files, got rank 4, alpha 8.25, q,v,down over the dtype of the files\n"));
+    CHECK_EQ_INT(run(LORA "--ranks 2 --base bf16 --save %/run --resume"), 1);
+    CHECK(strstr(errors, "files, got rank 4, alpha 8, q,v,down over bf16\n"));
     CHECK_EQ_INT(run(TRAIN "--ranks 2 --lora 5 --targets q,v,down --save %/run --resume"), 1);
     CHECK(strstr(errors, ": adapters: expected rank 4, alpha 8, q,v,down over the dtype of the "
                          "files, got rank 5, alpha 10, q,v,down over the dtype of the files\n"));
@@ -247,6 +258,8 @@ TEST(train_llama, predicts) {
     CHECK((at = strstr(output, "memory ")) != NULL);
     CHECK(!strncmp(at, line, strlen(line)) && !strcmp(at + strlen(line), "\n"));
     CHECK_EQ_INT(run("test ! -e %/run && test ! -s %/j"), 0);
+    /* also of more than there is */
+    CHECK_EQ_INT(run("@ --predict --batch 100000000"), 0);
     CHECK_EQ_INT(run("@ --predict --lora 4"), 0);
     CHECK(strstr(output, "model   30976 parameters, 4672 trained:") != NULL);
 }
@@ -309,6 +322,11 @@ static const struct {
      "self_attn.q_proj: expected a rank of at most 32 (its shape is [32, 32]), got 33"},
     {"rank_of_k", "@ --lora 17 --targets q,k --sample 1", 2,
      "self_attn.k_proj: expected a rank of at most 16 (its shape is [16, 32]), got 17"},
+    {"rank_of_gate", "@ --lora 33 --targets gate --sample 1", 2,
+     "mlp.gate_proj: expected a rank of at most 32 (its shape is [88, 32]), got 33"},
+    {"no_blocks", "@/../../llama_untied_bias/model --lora 1 --base q8_0 --sample 1", 2,
+     "q8_0: expected a matrix with columns in multiples of 32, got 40 in self_attn.q_proj, and "
+     "none"},
     {"merge", "@ --lora 1 --merge --sample 1", 2, "--merge: expected --export, too"},
     {"merge_blocks", "@ --lora 1 --base q4_1 --merge --export %/e", 2,
      "--merge over --base q4_1: the adapter belongs to rounded matrices: export it alone"},
@@ -318,6 +336,12 @@ static const struct {
      "docs/adapter_config.json: cannot be opened: No such file or directory"},
     {"two_ranks", "@ --adapter docs --lora 4 --sample 1", 2,
      "--adapter: its adapter_config.json has rank, alpha and targets: leave out --lora"},
+    {"two_alphas", "@ --adapter docs --alpha 4 --sample 1", 2,
+     "--adapter: its adapter_config.json has rank, alpha and targets: leave out --lora"},
+    {"adapter_file",
+     "echo '{\"peft_type\": \"LORA\", \"r\": 1, \"lora_alpha\": 1, \"target_modules\": "
+     "[\"q_proj\"]}' >%/adapter_config.json; @ --adapter % --sample 1",
+     2, "/adapter_model.safetensors: there is no such file or directory"},
     {"resume", "@ --data %/t.bin --steps 1 --resume", 2, "--resume: expected --save, too"},
     {"eval_every", "@ --data %/t.bin --steps 1 --eval-every 1", 2,
      "--eval-every: expected --eval-data, too"},
@@ -343,6 +367,27 @@ static const struct {
      "step 1: expected a counted label, got none: look at --mask"},
     {"token", "@ --sample 97", 1,
      "--sample: token 0 of the prompt: expected 0 to 96 (vocab_size - 1), got 97"}};
+
+/* Runs two ranks, of which the second one has other words of the shell before and after the
+   program. It ends after the first one, so that the launcher ends none of them. */
+#define TWO(before, after)                                                                         \
+    "tools/fsdprun -n 2 sh -c 'test $RANK = 0 || " before "; @ --data %/t.bin --steps 1 " after    \
+    "; s=$?; if test $RANK = 0; then mkdir %/ended; else until test -e %/ended; do sleep 0.01; "   \
+    "done; fi; exit $s'"
+
+/* A rank that fails alone, or has other files or options than the first one: each says so. */
+TEST(train_llama, one_rank_fails) {
+    prepare();
+    CHECK_EQ_INT(run(TWO("ulimit -v 1000000", "--context 100 --batch 8000000")), 1);
+    CHECK(strstr(errors, "rank 0: another rank has failed\n"));
+    CHECK(strstr(errors, "rank 1: no memory for the tokens of a step\n"));
+    CHECK_EQ_INT(run("rmdir %/ended; " TWO("A=5", "--lora 4 --alpha ${A-3} --context 20")), 1);
+    CHECK(strstr(errors, "rank 0: another rank has other files or options\n"));
+    CHECK(strstr(
+        errors,
+        "rank 1: other than rank 0: adapters: expected rank 4, alpha 3, q,k,v,o,gate,up,down "
+        "over the dtype of the files, got rank 4, alpha 5, "));
+}
 
 /* One line, and nothing else: exit status 2 before a rank starts, 1 on the way. */
 TEST_P(train_llama, refusals, refusals, 0) {
