@@ -99,7 +99,7 @@ TORCH_CXX  = $(CXX) $(TORCH_STD) -Wall -Wextra -Wpedantic -Wshadow $(WERROR) -I.
 TORCH_LIBS = -L$(TORCH)/lib -Wl,--no-as-needed,-rpath,$(TORCH)/lib -ltorch -ltorch_cpu -lc10
 
 Q := $(if $(V),,@)# V=1 shows the commands
-COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
+COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MD -MP \
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 # As -std=c99, C++ shall round each operation.
@@ -107,13 +107,15 @@ IN_CXX    = $(CXX) -std=c++17 -ffp-contract=off $(WARN) -I. -Itests $(CPPFLAGS) 
             $(CXXFLAGS) $(SANFLAGS) -MMD -MP -MF $@.d -o $@
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
-.PHONY: all tests examples single dist errors floors plan-svg bench-report gpt-cuda bench run \
-        gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick test nightly \
-        torchrun torch llama-smol slurm golden check check-san probes lib deps install uninstall format clean help quiet-deps
+.PHONY: hello-gpt all tests examples single dist errors floors plan-svg bench-report \
+        gpt-cuda bench run gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick \
+        test nightly torchrun torch llama-smol slurm golden check check-san probes lib deps install \
+        uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
 gpt-cuda: $(CUDA_GPT)
 gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
 examples: $(EXAMPLES) $(TRAINERS) ## build/examples/*, train_gpt and train_llama
+hello-gpt: $(addprefix $(BUILD)/examples/,01_hello train_gpt)# what tests run over Gloo
 single: ## build/single/*.h: each header as one file, to drop into a program
 	tools/amalgamate.py $(BUILD)/single
 dist: ## build/fsdp-VERSION.tar.gz, a release: the files of the repository, and single/
@@ -213,10 +215,13 @@ $(BUILD) $(BUILD)/tests $(BUILD)/torch $(BUILD)/examples $(BUILD)/bench $(BUILD)
 LEAN := $(if $(filter file,$(origin CFLAGS)),$(if $(GLOO)$(NCCL),-O0,-O1) -g1)
 $(BUILD)/tests/%: private CFLAGS += $(LEAN)
 $(if $(GLOO)$(NCCL),$(BUILD)/examples/% $(BUILD)/libfsdp.o,$(EXAMPLES)): private CFLAGS += $(LEAN)
-# Tests find the library in an archive of one object. A program that includes tests/library.c, to
-# see private names, has defined it all, and the linker takes nothing from there.
+# Tests find the library in an archive of one object. A program that includes tests/library.c sees
+# private names, and compiles the functions that it reaches: without inlining these are few.
 LIBRARY := $(BUILD)/tests/library
 $(LIBRARY).o: private CFLAGS += $(if $(GLOO)$(NCCL)$(SAN)$(filter-out file,$(origin CFLAGS)),,-O2)
+PRIVATE := $(if $(filter file,$(origin CFLAGS)),\
+             $(shell grep -l '^.include "library.c"' tests/*/*.c))
+$(patsubst %.c,$(BUILD)/tests/%.o,$(notdir $(PRIVATE))): private SANFLAGS += -O1 -fno-inline
 $(LIBRARY).a: $(LIBRARY).o
 	$Qrm -f $@ && ar rc $@ $<
 vpath %.c tests $(wildcard tests/*/)
@@ -304,6 +309,7 @@ nightly: quiet-deps ## what test and check leave out, fuzzing and mutations: see
 	@tools/with_torchrun.sh $(BUILD)/venv $(call RUN,nightly,\
 	    $(patsubst %,gate:%,$(shell tools/check.sh --list nightly)) $(NO_GLOO) \
 	    FSDP_BUILD=$(BUILD) FSDP_LONG=1 tests/tools/test_package.py --,$(call VARIANTS,nightly))
+	$(if $(HAVE_GLOO),@$(SUBMAKE) gloo)
 	@$(SUBMAKE) torch
 	@tools/mutate --sample $(MUTANTS)
 torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none, into build/venv

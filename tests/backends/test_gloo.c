@@ -24,6 +24,7 @@
 #define fsdp_gloo_wait_send       seen_gloo_wait_send
 #define fsdp_gloo_wait_recv       seen_gloo_wait_recv
 #endif
+#define LIBRARY_WHOLE
 #include "library.c"
 #include "lab.h"
 #include <sys/syscall.h> /* SYS_gettid */

@@ -58,6 +58,7 @@ static cudaError_t slow_malloc(void **ptr, size_t size) {
 #define cudaEventQuery         counted_query
 #define ncclCommRegister       noted_register
 #define ncclCommWindowRegister noted_window
+#define LIBRARY_WHOLE
 #include "library.c"
 #include "lab_net.h"
 #undef cudaMalloc

@@ -21,6 +21,7 @@ static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t
 #define ncclCommInitRankConfig faulty_init
 #define ncclCommSplit          faulty_split
 #define cudaSetDevice          late_device
+#define LIBRARY_WHOLE
 #include "library.c"
 #include "lab.h"
 #undef ncclCommInitRankConfig

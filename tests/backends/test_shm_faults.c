@@ -17,6 +17,7 @@ static int recorded_poll(struct pollfd *p, nfds_t count, int ms) {
     return poll(p, count, ms);
 }
 #define poll recorded_poll
+#define LIBRARY_WHOLE
 #include "library.c"
 #include "lab.h"
 

@@ -10,6 +10,7 @@
 #define FSDP_ASSERT(world, condition)                                                                        \
     (condition ? FSDP_OK : is_broken ? FSDP_ERR_INTERNAL : fsdpi_assert_failed(world, __func__, #condition))
 static int is_broken; /* a test has broken a rule, and expects that a check finds it */
+#define LIBRARY_WHOLE
 #include "library.c"
 #include "lab.h"
 #include "sim.h"
