@@ -984,8 +984,9 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, or holds gradients that are
                not reduced), OUT_OF_MEMORY
    Before the first commit   it does not commit: the rows wait in host memory, and fsdp_fully_shard
-               may add units. So a model is built with the memory of its shards and one unit; the
-               first commit needs up to twice the shards
+               may add units. So a model is built with the memory of its shards and one unit. The
+               first commit copies the rows, then allocates gradients: trainable units need at most
+               one unit more than the model has afterwards. If it fails, the values stay
    Collective  no      Allocates before the first commit: the shard of this parameter
    Blocks      on GPUs until the rows are copied, at most timeout_ms
    Source      torch: distribute_tensor, set_model_state_dict */

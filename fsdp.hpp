@@ -74,7 +74,7 @@ RULES
                 call on an object that holds nothing, as after a move, throws INVALID_ARG.
     Scopes      unit.forward() and unit.backward() call pre_*. The end of the scope calls post_*,
                 and so does close(), which throws if that fails. A failure in a destructor is not
-                lost: the next scope of the model throws it, or model.finalize_backward().
+                lost: the next scope of the model throws it, or model.finalize_backward(), once.
     Exceptions  If an exception leaves a scope, gradients may be half written. So the scope aborts
                 the world, as fsdp_abort does: the other ranks get ABORTED, with this rank and the
                 unit in the text, and no shard changes. The text of an fsdp::error follows. C++
@@ -111,6 +111,7 @@ RULES
 #include <climits>          // INT_MAX
 #include <cstdarg>          // va_list
 #include <cstdio>           // snprintf, vsnprintf
+#include <cstring>          // strncmp
 #include <exception>        // exception_ptr, uncaught_exceptions
 #include <forward_list>     // forward_list
 #include <initializer_list> // initializer_list
@@ -285,8 +286,9 @@ struct model_state {
     fsdp_model *handle = nullptr; // NULL: it has ended, or never began
     std::forward_list<unit_state> units;
     std::vector<hook> hooks;
-    fsdp_status lost = FSDP_OK; // the first failure of a destructor since finalize
+    fsdp_status lost = FSDP_OK; // the first failure of a destructor that nothing has thrown
     char lost_text[512] = "";
+    char thrown[512] = ""; // the text of the first one that a scope has thrown since finalize
 };
 
 inline fsdp_world *handle(const ref<world_state> &world) {
@@ -702,8 +704,11 @@ class [[nodiscard]] scope {
     scope(const unit &u, const char *name, fsdp_status (*pre)(fsdp_unit *),
           fsdp_status (*post)(fsdp_unit *))
         : unit_(u), name_(name), post_(post) {
-        if (u.get() && u.model_->lost)
-            throw error(std::exchange(u.model_->lost, FSDP_OK), u.model_->lost_text);
+        if (u.get() && u.model_->lost) {
+            detail::model_state &m = *u.model_.operator->();
+            if (!*m.thrown) std::snprintf(m.thrown, sizeof m.thrown, "%s", m.lost_text);
+            throw error(std::exchange(m.lost, FSDP_OK), m.lost_text);
+        }
         u.check(pre(u.get()));
         failures_ = u.model_->world->failures;
     }
@@ -821,7 +826,7 @@ class model : public setters<model> {
     }
     // Forgets the failure of a destructor, which C has kept, too, for finalize or until reset.
     void forget() noexcept {
-        if (state_) state_->lost = FSDP_OK;
+        if (state_) state_->lost = FSDP_OK, *state_->thrown = '\0';
     }
     void end() noexcept {
         if (!state_) return;
@@ -916,12 +921,22 @@ class model : public setters<model> {
 
     /* The calls of a step, and between steps - as in C. clip_grad_norm returns the norm before
                clipping; clip_grads leaves it to grad_norm, so that the host does not wait
-       Throws      error: finalize_backward also the first failure of a scope or getter */
+       Throws      error: finalize_backward also the first failure of a scope or getter, unless a
+                   scope has thrown it for a destructor */
     void commit() { check(fsdp_model_commit(get())); }
     void reserve() { check(fsdp_model_reserve(get())); }
     void finalize_backward() {
+        const fsdp_status status = fsdp_finalize_backward(get());
+        if (get() && status && *state_->thrown && !fsdp_world_status(state_->world->handle) &&
+            !std::strncmp(state_->thrown, fsdp_last_error(state_->world->handle),
+                          sizeof state_->thrown - 1)) { // C repeats what a scope has thrown
+            const fsdp_status lost = state_->lost;
+            forget();
+            if (lost) throw error(lost, state_->lost_text);
+            return;
+        }
         forget();
-        check(fsdp_finalize_backward(get()));
+        check(status);
     }
     double clip_grad_norm(double max_norm) {
         double norm = 0;

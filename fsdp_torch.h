@@ -172,17 +172,20 @@ struct Trainable {
     bool any() const { return used_trainable; }
 };
 
+struct Modules;
+
 // A unit and the parameters of its module. `unit` is NULL after the model has ended.
 struct State : torch::CustomClassHolder {
     fsdp_model *const model;
     fsdp_world *const world;
     const std::string name;
+    Modules *const modules; // those of the model, which ends them
     fsdp_unit *unit = nullptr;
     std::vector<Param> params;
     void *stream = nullptr; // the last one that the library got from here
 
-    State(fsdp_model *m, std::string n)
-        : model(m), world(fsdp_model_world(m)), name(std::move(n)) {}
+    State(fsdp_model *m, std::string n, Modules &all)
+        : model(m), world(fsdp_model_world(m)), name(std::move(n)), modules(&all) {}
 
     void call(fsdp_status (*hook)(fsdp_unit *)) {
         if (!unit) refuse(name, "its model has ended");
@@ -279,13 +282,12 @@ struct Modules {
     }
     // zero_grad of an optimizer over shards() leaves their gradients undefined: the library forgets
     // them, too, before it adds the next ones.
-    static void forget_dropped(fsdp_model *model) {
-        Modules &m = of(model);
-        if (!m.lent.defined() || m.lent.grad().defined()) return;
-        m.lent = Tensor();
+    void forget_dropped(fsdp_model *model) {
+        if (!lent.defined() || lent.grad().defined()) return;
+        lent = Tensor();
         fsdp_param_view v = FSDP_ZERO;
         while (fsdp_next_param(model, &v))
-            if (!m.shards[size_t(v.ordinal)].grad().defined())
+            if (!shards[size_t(v.ordinal)].grad().defined())
                 check(fsdp_model_world(model), fsdp_set_grad_none(v.unit, v.index));
     }
     ~Modules() { // the model ends
@@ -298,7 +300,7 @@ struct Modules {
 };
 
 inline void State::pre_forward() {
-    if (unit) Modules::forget_dropped(model);
+    if (unit) modules->forget_dropped(model);
     follow_stream();
     check_params();
     call(fsdp_pre_forward);
@@ -511,7 +513,7 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
                         fsdp_unit_desc desc = FSDP_ZERO) {
     using namespace detail;
     Modules &modules = Modules::of(model);
-    auto s = c10::make_intrusive<State>(model, name);
+    auto s = c10::make_intrusive<State>(model, name, modules);
     const bool gpu = fsdp_model_run_mode(model) == FSDP_RUN_STREAMS;
     std::unordered_set<c10::TensorImpl *> seen;
     std::unordered_set<c10::StorageImpl *> memory;
@@ -677,7 +679,7 @@ template <class F, class... In> auto checkpoint(const Unit &unit, F f, In... in)
 inline void backward(fsdp_model *model, const Tensor &loss, const Tensor &gradient = {},
                      bool retain_graph = false) {
     fsdp_world *const world = fsdp_model_world(model);
-    detail::Modules::forget_dropped(model);
+    detail::Modules::of(model).forget_dropped(model);
     detail::check(world, fsdp_set_is_last_backward(model, !retain_graph));
     try {
         loss.backward(gradient, retain_graph);
@@ -698,16 +700,16 @@ inline void backward(fsdp_model *model, const Tensor &loss, const Tensor &gradie
 inline std::vector<Tensor> shards(fsdp_model *model) {
     using namespace detail;
     fsdp_world *const world = fsdp_model_world(model);
+    Modules &modules = Modules::of(model);
     check(world, fsdp_model_commit(model));
     check(world, fsdp_params_writable(model));
     int memory;
     check(world, fsdp_update_place(model, "shards", &memory));
     const auto device = memory == FSDP_MEMORY_HOST
                             ? at::Device(at::kCPU)
-                            : Modules::of(model).units.at(0)->params[0].value.device();
-    std::vector<Tensor> &list = Modules::of(model).shards;
-    Tensor &lent = Modules::of(model).lent;
-    lent = Tensor();
+                            : modules.units.at(0)->params[0].value.device();
+    std::vector<Tensor> &list = modules.shards;
+    modules.lent = Tensor();
     list.resize(size_t(fsdp_num_params(model)));
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(model, &v)) {
@@ -723,7 +725,7 @@ inline std::vector<Tensor> shards(fsdp_model *model) {
         }
         t.set_requires_grad(v.requires_grad);
         t.mutable_grad() = v.shard_grad ? view(v.shard_grad, v.grad_dtype) : Tensor();
-        if (v.shard_grad && !lent.defined()) lent = t;
+        if (v.shard_grad && !modules.lent.defined()) modules.lent = t;
     }
     return list;
 }

@@ -269,6 +269,7 @@ H_FN fsdp_comm_ops w_plain(void) {
 
 typedef struct w_heap {
     int64_t live, live_bytes, total; /* blocks and bytes now, allocations so far */
+    int64_t peak_bytes;              /* the most live_bytes so far, or since a test set it */
     int64_t fail_at;                 /* this allocation fails; -1: none */
     int persistent, failures;        /* persistent: and all after it */
 } w_heap;
@@ -292,7 +293,10 @@ H_FN void *w_heap_alloc(size_t size, size_t align, void *user) {
     if (size >> 40 || posix_memalign(&ptr, align, size)) return NULL;
     memset(ptr, 0xa5, size); /* no code may count on zeros */
     __atomic_add_fetch(&heap->live, 1, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
+    const int64_t now = __atomic_add_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
+    int64_t peak = __atomic_load_n(&heap->peak_bytes, __ATOMIC_SEQ_CST);
+    while (now > peak && !__atomic_compare_exchange_n(&heap->peak_bytes, &peak, now, 0,
+                                                      __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
     return ptr;
 }
 H_FN void w_heap_free(void *ptr, size_t size, void *user) {

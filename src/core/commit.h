@@ -135,13 +135,18 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     u->layout.pad_in = 0;
 }
 
-static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
+static fsdp_status fsdpi_shards_new(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        fsdpi_flat_block *flat = &m->flats[d];
-        size_t bytes = (size_t)fsdpi_bytes(flat->numel, d);
-        size_t grad_bytes = (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d));
-        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD, bytes, &flat->shard));
-        if (grad_bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD, grad_bytes, &flat->grad));
+        size_t bytes = (size_t)fsdpi_bytes(m->flats[d].numel, d);
+        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD, bytes, &m->flats[d].shard));
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_shard_grads_new(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        size_t bytes = (size_t)fsdpi_bytes(m->flats[d].grad_numel, fsdpi_grad_dtype(m, d));
+        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD, bytes, &m->flats[d].grad));
     }
     return FSDP_OK;
 }
@@ -212,6 +217,20 @@ static void fsdpi_early_free(fsdp_unit *u) {
     }
 }
 
+// Makes the shards those of the previous layout: the next fsdpi_move copies from them.
+static void fsdpi_shards_retire(fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int k = 0; k < m->units[i]->desc.num_params; k++) {
+            fsdpi_param *p = &m->units[i]->params[k];
+            p->old_offset = p->lay.shard_offset;
+            p->old_dtype = p->dtype;
+        }
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        m->flats[d].old_shard = m->flats[d].shard;
+        m->flats[d].shard = NULL;
+    }
+}
+
 // Copies shards and reduced gradients from the blocks of the previous layout, if there is one, and
 // frees these blocks. A shard that was loaded before the first layout has its own buffer, which is
 // freed when its unit has moved.
@@ -262,10 +281,18 @@ static FSDP_COLD fsdp_status fsdpi_lay_out(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (!status) status = fsdpi_commit_tables(m);
-    if (!status) status = fsdpi_blocks_new(m);
+    if (!status) status = fsdpi_shards_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
-    for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);
+    // The first layout's gradients get memory after early loads have released theirs. Later layouts
+    // move gradients, too.
+    const int is_first = !m->num_commits;
+    if (!status && !is_first) status = fsdpi_shard_grads_new(m);
     if (!status) status = fsdpi_move(m);
+    if (!status && is_first) {
+        status = fsdpi_shard_grads_new(m);
+        if (status) fsdpi_shards_retire(m); // the values are in the new blocks
+    }
+    for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);
     if (status) {
         fsdpi_uncommit(m);
         return fsdpi_fail_together(m->world, status);
@@ -274,8 +301,9 @@ static FSDP_COLD fsdp_status fsdpi_lay_out(fsdp_model *m) {
     m->num_commits++;
     for (const fsdpi_attached *a = m->attached; a; a = a->next)
         if (a->e.relayout) a->e.relayout(a->e.user, m);
-    int is_first = m->num_commits == 1 && m->world->models; // the world of a prediction lists none
-    for (fsdp_commit_hook *h = is_first ? fsdpi_commit_hooks : NULL; h; h = h->next) h->fn(m);
+    const int listed = m->world->models != NULL; // the world of a prediction lists none
+    for (fsdp_commit_hook *h = is_first && listed ? fsdpi_commit_hooks : NULL; h; h = h->next)
+        h->fn(m);
     return FSDP_OK;
 }
 
@@ -297,18 +325,12 @@ static fsdp_status fsdpi_request_commit(fsdp_model *m) {
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++) FSDPI_TRY(fsdpi_do_reshard(m->units[i]));
     fsdpi_drain(m->world);
-    for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->desc.num_params; k++) {
-            fsdpi_param *p = &m->units[i]->params[k];
-            p->old_offset = p->lay.shard_offset;
-            p->old_dtype = p->dtype;
-        }
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
+    fsdpi_shards_retire(m);
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        m->flats[d].old_shard = m->flats[d].shard;
         m->flats[d].old_grad = m->flats[d].grad;
-        m->flats[d].shard = m->flats[d].grad = NULL;
+        m->flats[d].grad = NULL;
     }
     fsdpi_uncommit(m);
     m->laid_out = m->committed = 0;

@@ -301,12 +301,13 @@ static fsdp_status fsdpi_load_rows(const fsdp_unit *u, const fsdpi_param *p, voi
 static FSDP_COLD fsdp_status fsdpi_load_early(fsdp_unit *u, fsdpi_param *p, const void *full) {
     fsdp_model *m = u->model;
     if (m->world->flight) fsdpi_flight_call(m->world, FSDP_CALL_LOAD, u->desc.name);
-    if (p->early && p->old_dtype != p->dtype) { // a cast came between two loads
+    if (!p->early || p->old_dtype != p->dtype) { // a cast came between two loads
+        fsdp_buf *buf;
+        const size_t bytes = (size_t)fsdpi_bytes(p->lay.shard_numel, p->dtype);
+        FSDPI_TRY(fsdpi_buf_make(m, FSDP_POOL_SHARD, bytes, 1, &buf));
         fsdpi_buf_free(m, p->early);
-        p->early = NULL;
+        p->early = buf;
     }
-    const size_t bytes = (size_t)fsdpi_bytes(p->lay.shard_numel, p->dtype);
-    if (!p->early) FSDPI_TRY(fsdpi_buf_make(m, FSDP_POOL_SHARD, bytes, 1, &p->early));
     p->old_offset = 0;
     p->old_dtype = p->dtype;
     return fsdpi_load_rows(u, p, p->early->ptr, full);

@@ -329,6 +329,85 @@ static void early(lab_rank *r) {
                 (double)value(p, n % NUMEL));
     }
 }
+/* The first commit of a model that was loaded unit by unit. Shards and their gradients are in the
+   heap of the test's allocator (offloaded). */
+enum { LAYERS = 6 };
+static fsdp_model *loaded_model(lab_rank *r, int64_t rows, int frozen_every, fsdp_unit **unit) {
+    fsdp_model_desc md = FSDP_ZERO;
+    float *full = (float *)lab_zeros((size_t)rows * COLS, sizeof *full);
+    md.cpu_offload = 1;
+    fsdp_model *m = lab_model(r->w, &md);
+    for (int u = 0; u < LAYERS; u++) {
+        fsdp_param_desc p[2] = {fsdp_mat("w", rows, COLS), fsdp_vec("b", rows)};
+        p[1].frozen = frozen_every && u % frozen_every == 0;
+        unit[u] = lab_unit(r->w, m, NULL, p, 2);
+        for (int i = 0; i < 2; i++) {
+            for (int64_t k = 0; k < rows * (i ? 1 : COLS); k++)
+                full[k] = (float)value(2 * u + i, (int)k);
+            CALL(r->w, fsdp_param_load(unit[u], i, full));
+        }
+    }
+    free(full);
+    return m;
+}
+static void has_values(lab_rank *r, fsdp_unit **unit, int64_t rows) {
+    float *full = (float *)lab_zeros((size_t)rows * COLS, sizeof *full);
+    for (int n = 0; n < 2 * LAYERS; n++) {
+        CALL(r->w, fsdp_param_full(unit[n / 2], n % 2, full));
+        for (int64_t k = 0; k < rows * (n % 2 ? 1 : COLS); k++)
+            W_CHECK(full[k] == (float)value(n, (int)k), "parameter %d, element %d", n, (int)k);
+    }
+    free(full);
+}
+/* It needs at most one unit more than the model has after it. */
+static void commit_peak(lab_rank *r) {
+    static const int64_t rows[] = {3001, 4096, 9000};
+    fsdp_unit *unit[LAYERS];
+    for (int c = 0; c < 6; c++) {
+        fsdp_model *m = loaded_model(r, rows[c / 2], c % 2 * 2, unit);
+        const int64_t before = r->heap->live_bytes;
+        r->heap->peak_bytes = before;
+        CALL(r->w, fsdp_model_commit(m));
+        const int64_t after = r->heap->live_bytes, peak = r->heap->peak_bytes;
+        const int64_t one = 4 * (COLS + 1) * ((rows[c / 2] + r->size - 1) / r->size);
+        CHECK_MSG(peak <= after + one, "%lld bytes before, %lld after, %lld at most; a unit has %lld",
+                  (long long)before, (long long)after, (long long)peak, (long long)one);
+        has_values(r, unit, rows[c / 2]);
+        fsdp_model_destroy(m);
+    }
+}
+TEST_P(early_load, commit_needs_one_unit_more, ranks_1_to_4) {
+    lab_run(row->ranks, NULL, commit_peak, NULL);
+}
+
+/* Each of its allocations fails once: values stay, and so do loads and units that come then. */
+static void commit_faults(lab_rank *r) {
+    int faults = 0;
+    for (int n = 0, done = 0; !done; n++) {
+        fsdp_unit *unit[LAYERS];
+        fsdp_model *m = loaded_model(r, ROWS, 2, unit);
+        w_fail(r->heap, n);
+        const fsdp_status status = fsdp_model_commit(m);
+        w_fail(r->heap, -1);
+        done = status == FSDP_OK;
+        if (!done) CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY), faults++;
+        fsdp_memory memory;
+        CALL(r->w, fsdp_model_memory(m, &memory));
+        CHECK_MSG(done || !memory.pool_bytes[FSDP_POOL_SHARD_GRAD], "fault %d", n);
+        if (!done && n % 3 == 1) { /* one value comes again, and a unit */
+            load_one(r->w, unit[3], 0, 99, FSDP_F32);
+            load_one(r->w, unit[3], 0, 6, FSDP_F32);
+            fsdp_param_desc p = fsdp_vec("late", 5);
+            (void)lab_unit(r->w, m, NULL, &p, 1);
+        }
+        if (!done && n % 3 == 2) CALL(r->w, fsdp_set_requires_grad(unit[1], 0, 0));
+        has_values(r, unit, ROWS);
+        fsdp_model_destroy(m);
+    }
+    CHECK(faults > 8);
+}
+TEST(early_load, commit_survives_each_fault) { lab_run(1, NULL, commit_faults, NULL); }
+
 TEST_P(early_load, values, ranks_1_to_4) {
     static const early_case cases[] = {{FLAT, 0, 0, FSDP_DTYPE_KEEP, 0},
                                        {FLAT, 1, 0, FSDP_DTYPE_KEEP, 0},

@@ -357,8 +357,7 @@ TEST(hpp, getters_are_checked, GLOO) {
     lab_run(3, nullptr, getters, nullptr);
 }
 
-/* A post_* that fails in a destructor is thrown by the next scope, and by finalize, whichever comes
-   first. */
+/* A post_* that fails in a destructor is thrown once: by the next scope, or by finalize. */
 static void lost(lab_rank *r) {
     fsdp::world world(r->w);
     net n(world);
@@ -376,8 +375,25 @@ static void lost(lab_rank *r) {
     check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { auto b = n.h[2].backward(); }),
                "post_forward: unit 'h.1'");
     n.backward(1); /* the world goes on */
-    check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "h.1");
     n.model.finalize_backward();
+    n.forward();
+    for (std::size_t unit : {0u, 1u}) { /* a scope throws the first failure, finalize the other */
+        if (unit)
+            check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { auto b = n.h[2].backward(); }),
+                       "'h.0'");
+        auto f = n.h[unit].forward();
+        CALL(r->w, fsdp_post_forward(n.h[unit].get()));
+    }
+    check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "'h.1'");
+    n.model.finalize_backward();
+    { /* a getter's failure comes first in C: finalize throws it, as always */
+        auto f = n.h[0].forward();
+        (void)fsdp_data(n.h[0].get(), 99);
+        CALL(r->w, fsdp_post_forward(n.h[0].get()));
+    }
+    refusal(FSDP_ERR_INVALID_STATE, [&] { auto f = n.h[1].forward(); });
+    n.forward(), n.backward(1);
+    check_says(refusal(FSDP_ERR_INVALID_ARG, [&] { n.model.finalize_backward(); }), "99");
     {
         auto f = n.h[1].forward();
         CALL(r->w, fsdp_post_forward(n.h[1].get()));

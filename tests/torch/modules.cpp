@@ -924,7 +924,25 @@ static void frozen_body(lab_rank *r) {
 }
 TEST_P(torch, frozen_layers, no_recompute) { run(row, frozen_body); }
 
+// zero_grad between forward and backward: only what this backward adds counts.
+static void zero_between_body(lab_rank *r) {
+    fsdp_model *m = make_model(r);
+    nets n(m);
+    for (int step = 0; step < 3; step++) {
+        n.zero_plain();
+        Tensor all = torch::zeros({});
+        for (int k = 0; k < r->size; k++) all = all + n.plain(batch(k, step)) / r->size;
+        all.backward();
+        const Tensor loss = n.sharded(r, batch(r->rank, step).requires_grad_());
+        CALL(r->w, fsdp_zero_grad(m)); // the gradients of the last step are still there
+        fsdp_torch::backward(m, loss);
+        n.same(r);
+    }
+}
+TEST_P(torch, zero_grad_after_forward, few) { run(row, zero_between_body); }
+
 // A model is built layer by layer: each unit's values are in its shards before the next one exists.
+// Loading a layer allocates its shards alone, and the commit needs at most one unit more than stays.
 static void build_body(lab_rank *r) {
     fsdp_model *m = make_model(r);
     std::vector<fsdp_torch::Unit> units;
@@ -933,7 +951,10 @@ static void build_body(lab_rank *r) {
     for (int i = 0; i < 3; i++) {
         torch::manual_seed(1 + i);
         layers.push_back(Block());
+        r->heap->peak_bytes = r->heap->live_bytes;
         units.push_back(fsdp_torch::fully_shard(m, *layers.back(), "h." + std::to_string(i)));
+        CHECK_MSG(r->heap->peak_bytes <= r->heap->live_bytes, "%lld bytes at most, %lld now",
+                  (long long)r->heap->peak_bytes, (long long)r->heap->live_bytes);
         for (auto &p : layers.back()->parameters()) {
             throws([&] { (void)p.data_ptr(); }, {"E556"});
             CHECK(p.storage().use_count() > 0 &&
@@ -942,6 +963,12 @@ static void build_body(lab_rank *r) {
         live[i] = r->heap->live_bytes;
     }
     CHECK(live[2] > live[1] && live[1] > live[0]);
+    r->heap->peak_bytes = 0;
+    CALL(r->w, fsdp_model_commit(m));
+    CHECK_MSG(r->heap->peak_bytes - r->heap->live_bytes <= live[2] - live[1],
+              "the commit needs %lld bytes at most, and %lld after it; a unit has %lld",
+              (long long)r->heap->peak_bytes, (long long)r->heap->live_bytes,
+              (long long)(live[2] - live[1]));
     Tensor x = batch(0), want = batch(0);
     for (size_t i = 0; i < 3; i++) {
         torch::manual_seed(1 + (int)i);
