@@ -1419,6 +1419,28 @@ TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLO
     if (row->how == STOPPED) says(text);
 }
 
+/* Time in which the keeper is stopped, too, does not count: a suspended job continues. */
+TEST(fsdprun, a_stopped_keeper_does_not_count_time, SLOW) {
+    setenv("FSDP_TIMEOUT_MS", "8000", 1);
+    setenv("DIR", h_tmpdir(), 1);
+    pid_t pid = start("-n2", "sh", "-c",
+                      "echo rank$RANK=$$, keeper=$PPID; test $RANK = 0 || "
+                      "while ! test -e $DIR/go; do sleep 0.02; done",
+                      (const char *)NULL);
+    read_until("keeper=", 2);
+    const pid_t keeper = number_after("keeper="), rank = number_after("rank1=");
+    stop(rank);
+    read_until("[E495]", 1);
+    stop(keeper);
+    for (const int64_t begin = h_now_ms(); h_now_ms() - begin < 9000;) usleep(1000);
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    await_waits(keeper, 1); /* it has looked */
+    go();
+    CHECK_EQ_INT(kill(rank, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("[E497]"), 0);
+}
+
 /* Such an end is a failure as others: the ranks are started again, and at last named. */
 TEST(fsdprun, a_rank_is_stopped_in_each_start, SLOW) {
     setenv("FSDP_TIMEOUT_MS", "300", 1);
