@@ -74,6 +74,7 @@ typedef struct job {
     int done, first_done;     // ranks that ended with 0, and the first of them
     int failed, failed_how;   // the local rank that failed first, -1: none; its wait status
     long looked_at;           // when look_for_stopped looked last
+    int is_shown;             // 1: the other nodes know that only stopped ranks are left here
     long stopped_ms;          // how long it has found that only stopped ranks are left
     pid_t failed_pid;         // its process id
     long failed_at;           // when a rank failed first
@@ -913,15 +914,31 @@ static int agree_on_count(job *j, char *error, size_t cap) {
     return 0;
 }
 
-// Returns 1 if the ranks of all other nodes have ended well. After node 0 has, its store is closed,
-// and nothing is heard of the others.
-static int others_have_ended(const job *j) {
+// Shows the other nodes whether only stopped ranks are left here. Without an answer of the store the
+// next look shows it again.
+static void show_stopped(job *j, int is_so) {
+    char key[32];
+    if (!j->nodes_store || is_so == j->is_shown) return;
+    snprintf(key, sizeof key, "stopped.%d", j->node);
+    if (!fsdpi_store_set_within(j->nodes_store, key, is_so ? "1" : "0", 1, MOMENT_MS * 1000000LL))
+        j->is_shown = is_so;
+}
+
+// Returns 1 if the ranks of a node have ended well, or only stopped ones are left of them.
+static int node_stands(const job *j, int node) {
     char text[8];
+    return fsdpi_store_has_left(j->nodes_store, node) ||
+           (j->max_restarts && !hear_node(j, "done", node, text, sizeof text, MOMENT_MS)) ||
+           (!hear_node(j, "stopped", node, text, sizeof text, MOMENT_MS) && *text == '1');
+}
+
+// Returns 1 if no rank of another node runs. After the ranks of node 0 have ended well, its store is
+// closed, and nothing is heard of the others.
+static int others_stand(const job *j) {
     if (j->nodes == 1) return j->done > 0;
     if (!j->nodes_store) return 0;
     for (int node = 0; node < j->nodes && !fsdpi_store_ended(j->nodes_store); node++)
-        if (node != j->node && !fsdpi_store_has_left(j->nodes_store, node) &&
-            (!j->max_restarts || hear_node(j, "done", node, text, sizeof text, MOMENT_MS)))
+        if (node != j->node && !node_stands(j, node))
             return fsdpi_store_ended(j->nodes_store) == FSDP_ERR_PEER_LOST;
     return !fsdpi_store_failure(j->nodes_store, NULL);
 }
@@ -938,9 +955,11 @@ static void look_for_stopped(job *j) {
     j->looked_at = now;
     j->stopped_ms = 0;
     if (!j->left || j->failed >= 0 || j->status || j->quiet ||
-        (!j->max_restarts && !others_have_ended(j)) || // costs less than to list processes
-        count_stopped(j, "T", &rank, &pid) < j->left || !others_have_ended(j))
+        (j->nodes == 1 && !others_stand(j))) // costs less than to list processes
         return;
+    const int is_so = count_stopped(j, "T", &rank, &pid) == j->left;
+    show_stopped(j, is_so);
+    if (!is_so || !others_stand(j)) return;
     j->stopped_ms = before + (!before ? 1 : passed < 2 * LOOK_MS ? passed : 2 * LOOK_MS);
     if (!before)
         complain("[E495] rank %d (process %ld) is stopped, and all other ranks of the job have "
@@ -1063,7 +1082,7 @@ static int copy_words(job *j) {
 static int start_once(job *j, const sigset_t *signals, char **argv) {
     j->server = NULL;
     j->status = j->done = j->first_done = j->left = 0;
-    j->stopped_ms = 0;
+    j->stopped_ms = j->is_shown = 0;
     j->failed = -1;
     j->term_at = j->kill_at = NEVER, j->killed_at = 0;
     j->oom_kills = count_oom_kills();

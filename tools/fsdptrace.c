@@ -321,9 +321,8 @@ static void find_groups(void) {
         }
         const int is_open = r->f->state == FSDPI_FLIGHT_RUNS;
         if (r->process == RUNS || r->process == STOPPED) job.is_over = 0;
-        if (r->process == HIDDEN && is_open && r->f->clock == fsdpi_system_clock_id())
-            job.is_over = 0; // perhaps it runs
-        job.elsewhere += (r->process == ELSEWHERE || r->process == HIDDEN) && is_open;
+        if (r->process == HIDDEN && is_open) job.is_over = 0; // perhaps it runs
+        job.elsewhere += r->process == ELSEWHERE && is_open;
     }
     int lacks = 0;
     for (int k = 0; k < job.size && !lacks; k++) lacks = is_lacking(&job.of[k]);

@@ -675,6 +675,14 @@ TEST_P(fsdpfit, packed_weights_get_no_answer, packed) {
     CHECK_EQ_INT(fit("%s --ranks 2 --limit 1KiB", path), 1); /* even the lower bound is too much */
     says("\ndoes not fit: ");
     CHECK(!strstr(output, "fits with"));
+    CHECK_EQ_INT(fit("%s --ranks 2 --limit %lldB", path, (long long)need - 1), 1);
+    CHECK(!strstr(output, "fits with"));   /* though what counts fits on more ranks */
+    for (int more = 0; more < 2; more++) { /* 4096 elements count: as many may be in 2048 bytes */
+        two_layers();
+        tensor(FSDP_I32, 2, 512 + more, 1, "table");
+        write_headers("half.safetensors");
+        CHECK_EQ_INT(fit("%s --ranks 2 --limit 1GiB", path_of("half.safetensors")), 2 * more);
+    }
     two_layers();
     tensor(FSDP_I32, 2, 10, 8, "table"); /* few integers: the result is known, and names them */
     write_headers("few.safetensors");

@@ -1419,6 +1419,28 @@ TEST_P(fsdprun, only_stopped_ranks_are_left, last_ranks, row->is_named ? 0 : SLO
     if (row->how == STOPPED) says(text);
 }
 
+/* Time in which the keeper is stopped, too, does not count: a suspended job continues. */
+TEST(fsdprun, a_stopped_keeper_does_not_count_time, SLOW) {
+    setenv("FSDP_TIMEOUT_MS", "8000", 1);
+    setenv("DIR", h_tmpdir(), 1);
+    pid_t pid = start("-n2", "sh", "-c",
+                      "echo rank$RANK=$$, keeper=$PPID; test $RANK = 0 || "
+                      "while ! test -e $DIR/go; do sleep 0.02; done",
+                      (const char *)NULL);
+    read_until("keeper=", 2);
+    const pid_t keeper = number_after("keeper="), rank = number_after("rank1=");
+    stop(rank);
+    read_until("[E495]", 1);
+    stop(keeper);
+    for (const int64_t begin = h_now_ms(); h_now_ms() - begin < 9000;) usleep(1000);
+    CHECK_EQ_INT(kill(keeper, SIGCONT), 0);
+    await_waits(keeper, 1); /* it has looked */
+    go();
+    CHECK_EQ_INT(kill(rank, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("[E497]"), 0);
+}
+
 /* Such an end is a failure as others: the ranks are started again, and at last named. */
 TEST(fsdprun, a_rank_is_stopped_in_each_start, SLOW) {
     setenv("FSDP_TIMEOUT_MS", "300", 1);
@@ -1993,4 +2015,86 @@ TEST_P(fsdprun, only_a_stopped_rank_is_left_of_two_nodes, left_nodes,
     says(text);
     CHECK_EQ_INT(count("[E497]"), 1 + waits); /* E563 repeats it */
     CHECK_EQ_INT(count("[E560]"), waits);
+}
+
+/* Only stopped ranks are left on both nodes: none waits for the other for ever. */
+static const struct {
+    const char *name, *restarts;
+    int first; /* the node whose rank is stopped first */
+} both_nodes[] = {{"node_0_first", "0", 0}, {"node_1_first", "0", 1}, {"restarts", "1", 0}};
+TEST_P(fsdprun, only_stopped_ranks_are_left_of_both_nodes, both_nodes,
+       *row->restarts == '0' ? 0 : SLOW) {
+    pid_t nodes[2], ranks[2];
+    char text[100];
+    const int restarts = *row->restarts != '0';
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", restarts ? "6000" : "700", 1); /* nodes meet within it */
+    for (int k = 0; k < 2; k++) nodes[k] = start_node_with(k, "1", row->restarts, "sh", until_go());
+    read_until("start=0", 2);
+    for (int k = 0; k < 2; k++) {
+        snprintf(text, sizeof text, "rank%d.0=", k);
+        ranks[k] = number_after(text);
+    }
+    stop(ranks[row->first]);
+    snprintf(text, sizeof text, "keeper%d=", row->first);
+    await_waits(number_after(text), 12);
+    CHECK_EQ_INT((read_output(), count("[E495]")), 0); /* the other node runs */
+    stop(ranks[!row->first]);
+    if (restarts) {
+        read_until("start=1", 2);
+        go();
+    }
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(finish(nodes[k]), !restarts);
+    says("[E497] rank ");
+    CHECK(count("fsdprun: [E497]") <= 2);
+    CHECK_EQ_INT(count("fsdprun: [E497]") + count("fsdprun: [E558]"), 2);
+    CHECK_EQ_INT(count("[E560]"), 2 * restarts);
+}
+
+/* A node tells the other, which this process is, that only stopped ranks are left, and that one was
+   continued. It heeds the same of the other node: then the time counts from the start. */
+static const struct {
+    const char *name;
+    int node;
+} telling_nodes[] = {{"node_0", 0}, {"node_1", 1}};
+static void await_value(fsdpi_store *store, int node, char expected) {
+    char key[32], value[8] = "";
+    size_t bytes;
+    snprintf(key, sizeof key, "stopped.%d", node);
+    while (*value != expected) {
+        CHECK_OK(fsdpi_store_get(store, key, value, sizeof value, &bytes, 60000000000));
+        usleep(1000);
+    }
+}
+TEST_P(fsdprun, nodes_tell_that_only_stopped_ranks_are_left, telling_nodes) {
+    char text[100], key[32];
+    nodes_port = h_free_port();
+    setenv("FSDP_TOKEN", "mine", 1);
+    setenv("FSDP_TIMEOUT_MS", "600000", 1);
+    pid_t pid = start_node_with(row->node, "1", "0", "sh", until_go());
+    fsdpi_store *store = join_as_node(!row->node);
+    read_until("start=0", 1);
+    snprintf(text, sizeof text, "rank%d.0=", row->node);
+    const pid_t rank = number_after(text);
+    snprintf(text, sizeof text, "keeper%d=", row->node);
+    const pid_t keeper = number_after(text);
+    snprintf(key, sizeof key, "stopped.%d", !row->node);
+    for (int round = 1; round <= 2; round++) {
+        stop(rank);
+        await_value(store, row->node, '1');
+        await_waits(keeper, 12);
+        CHECK_EQ_INT((read_output(), count("[E495]")), round - 1); /* the other node runs */
+        CHECK_OK(fsdpi_store_set(store, key, "1", 1));
+        read_until("[E495]", round);
+        if (round == 2) break;
+        CHECK_OK(fsdpi_store_set(store, key, "0", 1));
+        CHECK_EQ_INT(kill(rank, SIGCONT), 0);
+        await_value(store, row->node, '0');
+    }
+    fsdpi_store_close(store);
+    go();
+    CHECK_EQ_INT(kill(rank, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), 0);
+    CHECK_EQ_INT(count("[E497]"), 0);
 }

@@ -393,6 +393,22 @@ static void write_record(const char *dir, int rank, const fsdpi_flight_record *r
     CHECK_EQ_INT(fclose(f), 0);
 }
 
+/* Copies the ranks' present records to another directory, where they can be changed. */
+static void copy_records(const char *dir, char *to, size_t cap, fsdpi_flight_record *all) {
+    char path[600], copy[600];
+    snprintf(to, cap, "%s/copy", h_tmpdir());
+    CHECK(!mkdir(to, 0700) || errno == EEXIST);
+    for (int k = 0; k < RANKS; k++) {
+        read_record(dir, k, &all[k]);
+        path_of(dir, k, path, sizeof path);
+        snprintf(copy, sizeof copy, "%s%s", to, strrchr(path, '/'));
+        FILE *f = fopen(copy, "w");
+        CHECK(f != NULL);
+        CHECK_EQ_INT(fwrite(&all[k], sizeof *all, 1, f), 1);
+        CHECK_EQ_INT(fclose(f), 0);
+    }
+}
+
 /* A rank without a record is missing in the groups that it may be a member of: rank 0 waits for
    rank 2, once in a group of all four, once in {0, 2}. */
 TEST(fsdptrace, members_without_a_record, NO(GLOO | NCCL)) {
@@ -429,6 +445,33 @@ TEST(fsdptrace, one_that_waits_elsewhere, NO(GLOO | NCCL)) {
     CHECK_EQ_INT(hang(dir, ""), 1);
     CHECK_MSG(!strncmp(line("rank 2: it"), "rank 2: it was in recv of ", 26), "%s", output);
     CHECK_MSG(says("The others wait for these ranks: look at what they do.\n"), "%s", output);
+}
+
+/* A rank that others wait for waits for one that is no member, and another one is stopped within an
+   operation: they do not wait for each other. */
+TEST(fsdptrace, stopped_in_an_operation, NO(GLOO | NCCL)) {
+    static fsdpi_flight_record all[RANKS];
+    char dir[400], to[400], begin[64];
+    uint64_t random = h_seed();
+    board = (plan_of_job *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != MAP_FAILED);
+    (void)tool();
+    pid_t pid = begin_job(&random, LATE, dir, sizeof dir);
+    const int late = board->rank, stopped = (late + 1) % RANKS;
+    do CHECK_MSG(!h_is_over(-500), "not late: %s", output);
+    while (hang(dir, "--after 0") != 1 || !found(LATE));
+    copy_records(dir, to, sizeof to, all);
+    fsdpi_flight_op *last = &all[late].op[(all[late].begun - 1) % FSDPI_FLIGHT_OPS];
+    last->kind = FSDP_OP_RECV, last->turn = 0, last->end_ns = 0;
+    write_record(to, late, &all[late]);
+    CHECK(!kill(all[stopped].pid, SIGSTOP));
+    snprintf(begin, sizeof begin, "rank %d: it is in ", stopped);
+    do CHECK_MSG(!h_is_over(-500), "not stopped: %s", output);
+    while (hang(to, "--after 0") != 1 || !strstr(line(begin), " is stopped (SIGSTOP)"));
+    CHECK_MSG(says("The others wait for ") && !says("The ranks make different calls"), "%s",
+              output);
+    (void)end_job(pid, dir);
 }
 
 /* A record that was shut down on another host has a known end; of two failures the earlier one
@@ -584,22 +627,6 @@ TEST(fsdptrace, an_earlier_run, NO(GLOO | NCCL)) {
 
 /* ---- clocks and namespaces ------------------------------------------------------------------- */
 
-/* Copies the ranks' present records to another directory, where they can be changed. */
-static void copy_records(const char *dir, char *to, size_t cap, fsdpi_flight_record *all) {
-    char path[600], copy[600];
-    snprintf(to, cap, "%s/copy", h_tmpdir());
-    CHECK(!mkdir(to, 0700) || errno == EEXIST);
-    for (int k = 0; k < RANKS; k++) {
-        read_record(dir, k, &all[k]);
-        path_of(dir, k, path, sizeof path);
-        snprintf(copy, sizeof copy, "%s%s", to, strrchr(path, '/'));
-        FILE *f = fopen(copy, "w");
-        CHECK(f != NULL);
-        CHECK_EQ_INT(fwrite(&all[k], sizeof *all, 1, f), 1);
-        CHECK_EQ_INT(fclose(f), 0);
-    }
-}
-
 /* Changes a record as if the rank ran on another host, or in another time namespace, with other
    clocks. */
 static void shift_clocks(fsdpi_flight_record *r, uint64_t clock, int64_t mono_ns, int64_t real_ns) {
@@ -623,6 +650,29 @@ static double number_after(const char *text) {
     return at ? strtod(at + strlen(text), NULL) : -1;
 }
 
+/* Turns the last collective of the model that all ranks have ended into a broadcast, whose root,
+   rank 0, left it long before the others came. */
+static void make_broadcast(const char *dir) {
+    static fsdpi_flight_record all[RANKS];
+    fsdpi_flight_op *o[RANKS];
+    uint32_t turn = 0;
+    for (int k = 0; k < RANKS; k++) read_record(dir, k, &all[k]);
+    for (int i = 0; i < FSDPI_FLIGHT_OPS; i++) {
+        const fsdpi_flight_op *x = &all[0].op[i];
+        if (x->number && x->end_ns && x->turn > turn && x->kind == FSDP_OP_ALL_GATHER)
+            turn = x->turn, o[0] = &all[0].op[i];
+    }
+    CHECK(turn > 0);
+    for (int k = 1; k < RANKS; k++) {
+        int at = 0;
+        while (all[k].op[at].turn != turn || all[k].op[at].comm != o[0]->comm)
+            CHECK(++at < FSDPI_FLIGHT_OPS);
+        o[k] = &all[k].op[at];
+    }
+    o[0]->begin_ns -= 500000000000, o[0]->end_ns = o[0]->begin_ns + 1;
+    for (int k = 0; k < RANKS; k++) o[k]->kind = FSDP_OP_BROADCAST, write_record(dir, k, &all[k]);
+}
+
 /* Ranks of several hosts, whose clocks differ by days: the tool finds the same waiting ranks,
    operations and times, except for the duration of a collective. */
 TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
@@ -630,6 +680,7 @@ TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
     char dir[400], to[400], was[4096], copied[4096];
     uint64_t random = h_seed();
     make_files(dir, sizeof dir);
+    make_broadcast(dir);
     CHECK_EQ_INT(hang(dir, ""), 1);
     const double waited = number_after(" for "), called = number_after("', ");
     for (int n = 0; n < 40; n++) {
@@ -663,8 +714,8 @@ TEST(fsdptrace, clocks_of_hosts, NO(GLOO | NCCL)) {
 }
 
 /* While a job lives, ranks in another PID namespace do not count as ended, and their waits last
-   until now; also if all ranks are in a time namespace. Ranks on other hosts only are no
-   failure. */
+   until now; also if ranks are in a time namespace: all, those in another PID namespace, or those
+   of this host. Ranks on other hosts only, whose names may be equal, are no failure. */
 TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
     static fsdpi_flight_record all[RANKS], r;
     char dir[400], to[400];
@@ -676,7 +727,8 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
     pid_t pid = begin_job(&random, LATE, dir, sizeof dir);
     do CHECK_MSG(!h_is_over(-500), "not late: %s", output);
     while (hang(dir, "--after 0") != 1 || !found(LATE));
-    for (int kind = 0; kind < 4; kind++) {
+    for (int kind = 0; kind < 6; kind++) {
+        const int is_far = kind == 3 || kind == 5; /* ranks are on another host */
         copy_records(dir, to, sizeof to, all);
         int64_t began = INT64_MAX; /* the longest wait */
         for (int k = 0; k < RANKS; k++) {
@@ -684,11 +736,11 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
             for (int i = 0; i < FSDPI_FLIGHT_OPS; i++)
                 if (r.op[i].number && !r.op[i].end_ns && r.op[i].begin_ns < began)
                     began = r.op[i].begin_ns;
-            if (kind < 2) r.pids++;
+            if (kind < 2 || kind == 4) r.pids++;
             if (kind == 1 && k) r.host[0] ^= 1; /* the others on hosts */
-            if (kind == 2) shift_clocks(&r, 9, 5000000000000000, 0);
-            if (kind == 3)
-                r.host[0] ^= 1, r.boot++, shift_clocks(&r, 7, 1000000000, 86400000000000);
+            if (kind == 2 || kind == 4 || (kind == 5 && k > 1))
+                shift_clocks(&r, 9, 5000000000000000, 0);
+            else if (is_far) r.boot++, shift_clocks(&r, 7, 1000000000, 86400000000000);
             write_record(to, k, &r);
         }
         const double least = 1e-9 * (double)(fsdpi_system_ns(1) - began);
@@ -698,7 +750,7 @@ TEST(fsdptrace, namespaces, NO(GLOO | NCCL)) {
         CHECK_MSG(!strncmp(output, "No rank waits longer than 100000 s.\njob '", 40), "%s", output);
         CHECK_MSG(!says("ended") && !says("has died") && !says("The others wait"), "%s", output);
         CHECK_MSG(says("whether they run is not known") == (kind != 2), "%s", output);
-        CHECK_MSG(says("in another PID namespace (") == (kind < 2), "%s", output);
+        CHECK_MSG(says("in another PID namespace (") == (kind < 2 || kind == 4), "%s", output);
         CHECK_MSG(says("Whether processes run is not known: ") == (kind == 3), "%s", output);
         CHECK_MSG(kind == 3 || (is > least - 0.1 && is < most + 0.1), "%f .. %f: %s", least, most,
                   output);
