@@ -1,7 +1,8 @@
 /* llama_host.h - what train_llama.c and train_llama.cu share: options, what is checked before ranks
    start, a rank's training, evaluations, samples, checkpoints and exports, and what is printed
 
-   Include fsdp.h, and define PROGRAM, its name in messages, before it.
+   Include fsdp.h, and define PROGRAM, its name in messages, before it. With LLAMA_ON_GPU define
+   llama_gpu_engines, too: f32 and bf16.
 
    SPDX-License-Identifier: MIT */
 #ifndef LLAMA_HOST_H
@@ -21,7 +22,7 @@ enum { MAX_PROMPT = 4096 };
 typedef struct options {
     const char *model, *data, *mask, *eval_data, *save, *export_dir, *json, *adapter;
     int ranks, steps, batch, micro, context, warmup, loss_rows, accumulate, recompute;
-    int save_every, keep, resume, eval_every, fresh, export_dtype, merge, predict;
+    int save_every, keep, resume, eval_every, fresh, export_dtype, merge, predict, f32;
     int prompt_count;
     llama_lora lora; // rank 0: all parameters are trained
     double lr, min_lr, weight_decay, beta1, beta2, eps, clip;
@@ -101,6 +102,9 @@ static const char HELP[] =
     "  --new N            by N tokens (24)\n"
     "  --predict          print the memory of a rank, and end\n"
     "  --json FILE        write one JSON line for each step\n"
+#ifdef LLAMA_ON_GPU
+    "  --f32              compute with f32 in place of bf16\n"
+#endif
     "  --help             this text\n";
 
 static options default_options(void) {
@@ -209,9 +213,17 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
         {"export-dtype", &dtype}, {"base", &base},     {"targets", &targets},
         {"adapter", &o->adapter},
     };
-    const flag_option flags[] = {{"accumulate", &o->accumulate}, {"recompute", &o->recompute},
-                                 {"resume", &o->resume},         {"merge", &o->merge},
-                                 {"predict", &o->predict},       {"help", &help}};
+    const flag_option flags[] = {
+        {"accumulate", &o->accumulate},
+        {"recompute", &o->recompute},
+        {"resume", &o->resume},
+        {"merge", &o->merge},
+        {"predict", &o->predict},
+        {"help", &help},
+#ifdef LLAMA_ON_GPU
+        {"f32", &o->f32},
+#endif
+    };
     enum { // where each kind begins among all
         REALS = sizeof ints / sizeof *ints,
         TEXTS = REALS + sizeof reals / sizeof *reals,
@@ -347,6 +359,16 @@ static int open_job(job *j) {
         return impossible("%s", why);
     if (o->export_dir && llama_export_check(o->export_dir, why, sizeof why))
         return impossible("%s", why);
+#ifdef LLAMA_ON_GPU
+    if (o->lora.rank || o->prompt_count)
+        return impossible("--%s: expected training in full: train_llama does it",
+                          o->prompt_count ? "sample"
+                          : o->adapter    ? "adapter"
+                                          : "lora");
+    if (j->config.head_dim > LLAMA_CUDA_HEAD)
+        return impossible("%s/config.json: head_dim: expected at most %d, got %d", o->model,
+                          (int)LLAMA_CUDA_HEAD, j->config.head_dim);
+#endif
     FILE *json = o->json ? fopen(o->json, "a") : NULL;
     if (o->json && !json) return impossible("--json %s: %s", o->json, strerror(errno));
     if (json) fclose(json);
@@ -589,6 +611,9 @@ static int open_model(trainer *t, fsdp_checkpoint_reader *files, fsdp_checkpoint
     memset(&acts, 0, sizeof acts);
     acts.rows = o->micro, acts.context = o->context, acts.loss_rows = o->loss_rows;
     acts.recompute = o->recompute;
+#ifdef LLAMA_ON_GPU
+    acts.engine = &llama_gpu_engines[!o->f32];
+#endif
     if (llama_model_create(&t->m, t->world, &config, o->lora.rank ? &o->lora : NULL, files, &acts,
                            why, sizeof why))
         return rank_failure(t, why);
