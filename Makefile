@@ -60,7 +60,7 @@ endif
 NVCC_FLAGS ?= -O3
 ifneq ($(NCCL),)
 CUDA_OBJ := $(BUILD)/libfsdp_cuda.a# an archive: libfsdp.so exports nothing of it
-CUDA_GPT := $(patsubst examples/gpt/%.cu,$(BUILD)/examples/%_cuda,$(wildcard examples/gpt/*.cu))
+CUDA_TRAINERS := $(patsubst %.cu,$(BUILD)/examples/%_cuda,$(notdir $(wildcard examples/*/*.cu)))
 CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL
 # Programs in CUDA have no use for ranks without GPUs.
 CUDA_ONLY = $(filter-out -DFSDP_BACKEND_SHM,$(CPPFLAGS))
@@ -69,7 +69,7 @@ ifeq ($(NCCL),yes)
 NCCL_MK  := $(BUILD)/nccl.mk
 include $(NCCL_MK)
 CPPFLAGS += $(NCCL_FLAGS) $(CUDA_FLAGS)
-CUDA_GPT := $(if $(CUBLAS_LIBS),$(CUDA_GPT))# without cuBLAS it is left out
+CUDA_TRAINERS := $(if $(CUBLAS_LIBS),$(CUDA_TRAINERS))# without cuBLAS they are left out
 LDLIBS   += $(CUDA_OBJ) $(NCCL_LIBS) $(CUDA_LIBS) -lstdc++
 CUDA_CC   = $(NVCC) -std=c++14 $(if $(filter -%,$(NVCC_ARCH)),,-arch=)$(NVCC_ARCH) $(NVCC_JOBS) \
             $(NVCC_FLAGS) -I. $(CUDA_ONLY) $(CUBLAS_FLAGS) -Xcompiler -fPIC,-Wall
@@ -108,12 +108,12 @@ IN_CXX    = $(CXX) -std=c++17 -ffp-contract=off $(WARN) -I. -Itests $(CPPFLAGS) 
 SUBMAKE   = $(MAKE) -s -j$(JOBS) --no-print-directory
 
 .PHONY: hello-gpt all tests examples single dist errors floors plan-svg bench-report \
-        gpt-cuda bench run gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick \
+        cuda-trainers bench run gpu-all bench-gloo gloo run-gloo nccl gpu-test gpu-goals gpu-bench quick \
         test nightly torchrun torch llama-smol slurm golden check check-san probes lib deps install \
         uninstall format clean help quiet-deps
 all: examples tests $(TOOLS) ## examples, tests and tools
-gpt-cuda: $(CUDA_GPT)
-gpu-all: gpt-cuda $(BUILD)/bench/bench_gpu
+cuda-trainers: $(CUDA_TRAINERS)
+gpu-all: cuda-trainers $(BUILD)/bench/bench_gpu
 examples: $(EXAMPLES) $(TRAINERS) ## build/examples/*, train_gpt and train_llama
 hello-gpt: $(addprefix $(BUILD)/examples/,01_hello train_gpt)# what tests run over Gloo
 single: ## build/single/*.h: each header as one file, to drop into a program
@@ -149,11 +149,11 @@ $(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) 
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -fPIC -c \
 	    -o $@ $<
-$(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] examples/common/*.h) \
-    $(wildcard backends/*.cu) \
+$(CUDA_TRAINERS): $(BUILD)/examples/train_%_cuda: \
+    $(wildcard examples/gpt/*.[ch]* examples/llama/*.[ch]* examples/common/*.h backends/*.cu) \
     $(HEADERS) $(PARTS) $(if $(STUB_OBJ),$(CUDA_OBJ)) Makefile | $(BUILD)/examples
 	@echo "  NVCC $@"
-	$Q$(CUDA_CC) -c -o $@.o $<
+	$Q$(CUDA_CC) -c -o $@.o examples/$*/train_$*.cu
 	$Q$(CUDA_LINK)
 $(BUILD)/examples/%: examples/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/examples
 	@echo "  CC $@"
@@ -254,7 +254,7 @@ run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
 # What is missing, GPU included, find_nccl.sh tells at once.
 nccl: $(FSDPRUN) ## for GPUs: examples, conformance and the GPT in CUDA, in build/nccl
 	@tools/find_nccl.sh -o $(BUILD)/nccl/nccl.mk
-	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes examples gpt-cuda $(BUILD)/nccl/tests/conformance
+	@$(SUBMAKE) BUILD=$(BUILD)/nccl NCCL=yes examples cuda-trainers $(BUILD)/nccl/tests/conformance
 gpu-test: ## the tests on this machine's GPU; PART=first|ranks|... only those, MINUTES=n what fits
 	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_test.sh --build $(MINUTES:%=--minutes=%) $(PART)
 gpu-goals: ## which goals for GPUs hold on this machine's GPU, within six minutes

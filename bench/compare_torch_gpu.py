@@ -15,7 +15,7 @@ each tenth step); of it the median over rounds. It needs torch with CUDA (writte
 `make nccl`. It has run on a CPU only, with --small.
 
 --small: a tiny model, to try the script; without a GPU it runs on the CPU, beside the program of
-`make NCCL=stub BUILD=build/stub gpt-cuda`. Its times mean nothing.
+`make NCCL=stub BUILD=build/stub cuda-trainers`. Its times mean nothing.
 
 Writes $FSDP_BUILD/compare_torch_gpu.csv, with the columns of bench_gpu.csv. Exit status: 0 each
 goal is reached, 1 one is missed or something failed, 77 skipped: no torch, or no GPU.

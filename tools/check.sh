@@ -597,7 +597,7 @@ gate_fuzz() { # NAME
 # What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
 gate_gpu_scripts() {
     local gpu=$build/stub csv=$build/stub/bench_gpu.csv
-    make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
+    make -s --no-print-directory BUILD="$gpu" NCCL=stub cuda-trainers "$gpu/bench/bench_gpu" \
         "$gpu/tests/conformance" "$gpu/tests/test_gpu_first"
     FSDP_BUILD=$gpu tools/gpu_bench.sh --small
     awk -F, 'NR > 1 { n[$6]++; if (NF != 9 || !($5 > 0)) { print; bad = 1 } }

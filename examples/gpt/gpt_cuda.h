@@ -5,7 +5,7 @@
    what is called after it does nothing.
 
    Numbers. Parameters, their gradients, activations and the gradients of activations are all of one
-   type E: float, or gpt_bf16 (gpt_cuda.bf16). So nothing is converted between two kernels: each one
+   type E: float, or gpu_bf16 (gpt_cuda.bf16). So nothing is converted between two kernels: each one
    loads E, computes in f32 registers and stores E. f32 remain the residual stream (bf16, of 8 bits,
    would lose what a layer adds to it), logits, statistics of norms, and all sums, those of cuBLAS
    included. Sums have a fixed order, no atomics: two runs give the same bits.
@@ -18,278 +18,23 @@
    nothing is there to add to. wte alone is used twice: the head stores its gradient, and the
    embedding, whose backward is the last one, adds to it.
 
-   A kernel is a struct: its members are the arguments, and run() is what one warp of 32 threads
-   does, most often with one row. Lanes of a warp join their sums by shuffles; warps know nothing of
-   each other. Without a GPU (the stand-in headers of tests/stubs) run() is an ordinary function,
-   and a warp has one lane.
-
    SPDX-License-Identifier: MIT */
 #ifndef GPT_CUDA_H
 #define GPT_CUDA_H
 
-#include <cublas_v2.h>    // cublasGemmStridedBatchedEx
-#include <cuda_runtime.h> // cudaMalloc, kernels
-#include <math.h>         // expf, logf, sqrtf
+#include "examples/common/cuda.h" // gpu_*
+#include "examples/gpt/gpt.h"     // gpt_config
 
-#include "examples/gpt/gpt.h"
-
-#ifndef FSDP_CUDA_EMULATION
-#include <cuda_bf16.h> // __float2bfloat16_rn
-#endif
-
-struct gpt_bf16 {
-    uint16_t bits;
-};
-
-typedef struct gpt_cuda {
-    cublasHandle_t blas;
-    cublasComputeType_t compute;
-    cudaStream_t stream;
-    int bf16;                   // 1: E is gpt_bf16; 0: float
-    const char *failed, *error; // the first failure: the call, and its text; NULL: none
-    char *memory;               // one allocation: the arrays below, then gpt_arrays
+struct gpt_cuda : gpu_math {
+    int bf16;     // 1: E is gpu_bf16; 0: float
+    char *memory; // one allocation: the arrays below, then gpt_arrays
     size_t nbytes;
     uint8_t *inputs, *targets; // (B, T)
     double *loss;              // (1), mean of the rows
     char *arrays;
-} gpt_cuda;
-
-static inline void gpt_cuda_check(gpt_cuda *gpu, cudaError_t error, const char *what) {
-    if (error == cudaSuccess || gpu->error) return;
-    gpu->failed = what;
-    gpu->error = cudaGetErrorString(error);
-}
-
-/* ---- what a kernel is ------------------------------------------------------------------------ */
-
-#ifdef FSDP_CUDA_EMULATION
-#define GPT_DEVICE static inline
-#define GPT_SHARED static inline // host and device
-#define GPT_RUN    inline
-enum { GPT_LANES = 1 };
-GPT_DEVICE int gpt_lane() { return 0; }
-
-template <class Kernel> static void gpt_kernel(const void *kernel, unsigned warp) {
-    ((const Kernel *)kernel)->run(warp);
-}
-#else
-#define GPT_DEVICE static __device__ __forceinline__
-#define GPT_SHARED static __host__ __device__ __forceinline__
-#define GPT_RUN    __device__ __forceinline__
-enum { GPT_LANES = 32, GPT_WARPS = 8 }; // threads of a warp; warps of a block
-GPT_DEVICE int gpt_lane() { return (int)(threadIdx.x % GPT_LANES); }
-
-template <class Kernel>
-static __global__ void __launch_bounds__(GPT_LANES *GPT_WARPS)
-    gpt_kernel(const Kernel kernel, int64_t warps) {
-    const int64_t warp = (int64_t)blockIdx.x * GPT_WARPS + threadIdx.x / GPT_LANES;
-    if (warp < warps) kernel.run(warp);
-}
-#endif
-
-template <class Kernel> static void gpt_launch(gpt_cuda *gpu, int64_t warps, const Kernel &kernel) {
-    if (warps > INT32_MAX) gpt_cuda_check(gpu, cudaErrorInvalidConfiguration, "a kernel");
-    if (warps == 0 || gpu->error) return;
-#ifdef FSDP_CUDA_EMULATION
-    gpt_cuda_check(
-        gpu,
-        fsdp_stub_launch(gpt_kernel<Kernel>, &kernel, sizeof kernel, (unsigned)warps, gpu->stream),
-        "a kernel");
-#else
-    const unsigned blocks = (unsigned)((warps + GPT_WARPS - 1) / GPT_WARPS);
-    gpt_kernel<Kernel><<<blocks, GPT_LANES * GPT_WARPS, 0, gpu->stream>>>(kernel, warps);
-    gpt_cuda_check(gpu, cudaGetLastError(), "a kernel");
-#endif
-}
-
-static inline int64_t gpt_pieces(int64_t count, int size) { return (count + size - 1) / size; }
-
-// x of all lanes, joined: the same in every lane. All of them call it.
-template <class X> GPT_DEVICE X gpt_join_sum(X x) {
-#ifndef FSDP_CUDA_EMULATION
-    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(0xffffffffu, x, apart);
-#endif
-    return x;
-}
-
-GPT_DEVICE float gpt_larger(float a, float b) { return a > b ? a : b; }
-
-GPT_DEVICE float gpt_join_max(float x) {
-#ifndef FSDP_CUDA_EMULATION
-    for (int apart = 16; apart > 0; apart /= 2) {
-        x = gpt_larger(x, __shfl_xor_sync(0xffffffffu, x, apart));
-    }
-#endif
-    return x;
-}
-
-/* ---- numbers, eight at a time ---------------------------------------------------------------- */
-
-GPT_DEVICE float gpt_wide(float x) { return x; }
-
-GPT_DEVICE float gpt_wide(gpt_bf16 x) {
-    const uint32_t word = (uint32_t)x.bits << 16;
-    float wide;
-    memcpy(&wide, &word, sizeof wide);
-    return wide;
-}
-
-GPT_DEVICE void gpt_set(float *to, float x) { *to = x; }
-
-// To the nearest bf16, ties to even; a NaN stays one.
-GPT_DEVICE void gpt_set(gpt_bf16 *to, float x) {
-#ifdef FSDP_CUDA_EMULATION
-    uint32_t word;
-    memcpy(&word, &x, sizeof word);
-    const int is_nan = (word & 0x7fffffffu) > 0x7f800000u;
-    to->bits = (uint16_t)(is_nan ? word >> 16 | 0x40u : (word + 0x7fffu + (word >> 16 & 1u)) >> 16);
-#else
-    to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x)); // one instruction
-#endif
-}
-
-// Elements that a lane has in registers: 16 bytes of bf16, or twice 16 of f32.
-enum { GPT_8 = 8, GPT_STRIDE = GPT_8 * GPT_LANES };
-
-struct gpt_8 {
-    float at[GPT_8];
 };
 
-// As many as a thread loads or stores at once. A whole one is copied as such, by accesses of 16 bytes.
-template <class E> struct alignas(16) gpt_raw {
-    E at[GPT_8];
-};
-
-// Where loads and stores of 16 bytes may be used: with every size that a GPU is good at. Odd sizes
-// take the same code, one number after the other.
-template <class E> GPT_DEVICE bool gpt_is_whole(const E *row, int i, int end) {
-    return i + GPT_8 <= end && (uintptr_t)(row + i) % 16 == 0;
-}
-
-// Returns elements i to i+7 of a row; from `end` on they are zeros.
-template <class E> GPT_DEVICE gpt_8 gpt_load(const E *row, int i, int end) {
-    gpt_raw<E> raw;
-    gpt_8 x;
-    if (gpt_is_whole(row, i, end)) {
-        raw = *reinterpret_cast<const gpt_raw<E> *>(row + i);
-    } else {
-        for (int k = 0; k < GPT_8; k++)
-            gpt_set(&raw.at[k], i + k < end ? gpt_wide(row[i + k]) : 0.0f);
-    }
-    for (int k = 0; k < GPT_8; k++) x.at[k] = gpt_wide(raw.at[k]);
-    return x;
-}
-
-template <class E> GPT_DEVICE void gpt_store(E *row, int i, int end, const gpt_8 &x) {
-    gpt_raw<E> raw;
-    for (int k = 0; k < GPT_8; k++) gpt_set(&raw.at[k], x.at[k]);
-    if (gpt_is_whole(row, i, end)) {
-        *reinterpret_cast<gpt_raw<E> *>(row + i) = raw;
-    } else {
-        for (int k = 0; k < GPT_8 && i + k < end; k++) row[i + k] = raw.at[k];
-    }
-}
-
-GPT_DEVICE gpt_8 gpt_add(gpt_8 a, const gpt_8 &b) {
-    for (int k = 0; k < GPT_8; k++) a.at[k] += b.at[k];
-    return a;
-}
-
-/* ---- matrix product -------------------------------------------------------------------------- */
-
-typedef struct {
-    void *data;
-    cudaDataType type;
-    int row;          // elements from one row to the next
-    long long matrix; // and from one matrix of a batch to the next
-} gpt_operand;
-
-static inline cudaDataType gpt_type_of(const float *) { return CUDA_R_32F; }
-static inline cudaDataType gpt_type_of(const gpt_bf16 *) { return CUDA_R_16BF; }
-
-template <class E>
-static inline gpt_operand gpt_matrix(const E *data, int row, long long matrix = 0) {
-    gpt_operand x;
-    x.data = const_cast<E *>(data);
-    x.type = gpt_type_of(data);
-    x.row = row;
-    x.matrix = matrix;
-    return x;
-}
-
-/* c(m, n) = or += op(a)(m, k) * op(b)(k, n), `count` times; flags as in gemm_f32. cuBLAS counts
-   by columns: it computes the transposed product, b first. */
-static void gpt_cuda_matmul(gpt_cuda *gpu, int flags, int m, int n, int k, gpt_operand a,
-                            gpt_operand b, gpt_operand c, int count) {
-    const float one = 1.0f, keep = flags & GEMM_ADD ? 1.0f : 0.0f;
-    if (gpu->error) return;
-    const cublasStatus_t status = cublasGemmStridedBatchedEx(
-        gpu->blas, flags & GEMM_TRANS_B ? CUBLAS_OP_T : CUBLAS_OP_N,
-        flags & GEMM_TRANS_A ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b.data, b.type, b.row,
-        b.matrix, a.data, a.type, a.row, a.matrix, &keep, c.data, c.type, c.row, c.matrix, count,
-        gpu->compute, CUBLAS_GEMM_DEFAULT);
-    if (status == CUBLAS_STATUS_SUCCESS) return;
-    gpu->failed = "cuBLAS";
-    gpu->error = cublasGetStatusString(status);
-}
-
-/* out(BT, OC) = x(BT, IC) * w(OC, IC)^T. Whoever uses it adds the bias. */
-template <class E, class Out>
-static void gpt_product_forward(gpt_cuda *gpu, Out *out, const E *x, const E *w, int BT, int IC,
-                                int OC) {
-    gpt_cuda_matmul(gpu, GEMM_TRANS_B, BT, OC, IC, gpt_matrix(x, IC), gpt_matrix(w, IC),
-                    gpt_matrix(out, OC), 1);
-}
-
-/* dx(BT, IC) = dout(BT, OC) * w;  dw(OC, IC) = dout^T * x */
-template <class E>
-static void gpt_product_backward(gpt_cuda *gpu, E *dx, E *dw, const E *dout, const E *x, const E *w,
-                                 int BT, int IC, int OC) {
-    gpt_cuda_matmul(gpu, 0, BT, IC, OC, gpt_matrix(dout, OC), gpt_matrix(w, IC), gpt_matrix(dx, IC),
-                    1);
-    gpt_cuda_matmul(gpu, GEMM_TRANS_A, OC, IC, BT, gpt_matrix(dout, OC), gpt_matrix(x, IC),
-                    gpt_matrix(dw, IC), 1);
-}
-
-/* ---- sums of columns ------------------------------------------------------------------------- */
-
-// Gradients of biases and norms are sums over all rows: first of 16 rows each, where a lane has
-// eight columns and a warp 256, then of these groups. 16: so that there are warps enough.
-enum { GPT_SUM_ROWS = 16, GPT_SUM_COLUMNS = 256 };
-
-// The part of a matrix that a warp computes.
-struct gpt_tile_of {
-    int group, top, bottom, left, right;
-    GPT_RUN gpt_tile_of(int64_t warp, int rows, int cols) {
-        const int wide = (cols + GPT_SUM_COLUMNS - 1) / GPT_SUM_COLUMNS;
-        group = (int)(warp / wide);
-        top = group * GPT_SUM_ROWS;
-        bottom = top + GPT_SUM_ROWS < rows ? top + GPT_SUM_ROWS : rows;
-        left = (int)(warp % wide) * GPT_SUM_COLUMNS;
-        right = left + GPT_SUM_COLUMNS < cols ? left + GPT_SUM_COLUMNS : cols;
-    }
-};
-
-static inline int64_t gpt_tiles(int rows, int cols) {
-    return gpt_pieces(rows, GPT_SUM_ROWS) * gpt_pieces(cols, GPT_SUM_COLUMNS);
-}
-
-// sums(groups, cols): of d
-template <class E> struct gpt_sum_bias {
-    float *sums;
-    const E *d;
-    int rows, cols;
-    GPT_RUN void run(int64_t warp) const {
-        const gpt_tile_of tile(warp, rows, cols);
-        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
-            gpt_8 sum = {};
-            for (int i = tile.top; i < tile.bottom; i++) {
-                sum = gpt_add(sum, gpt_load(d + (int64_t)i * cols, c, cols));
-            }
-            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
-        }
-    }
-};
+/* ---- residual and layer norm ----------------------------------------------------------------- */
 
 // sums(2, groups, cols): of d, and of d times the normed x
 template <class E> struct gpt_sum_norm {
@@ -297,59 +42,22 @@ template <class E> struct gpt_sum_norm {
     const E *d;
     const float *x, *mean, *rstd;
     int rows, cols, groups;
-    GPT_RUN void run(int64_t warp) const {
-        const gpt_tile_of tile(warp, rows, cols);
-        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
-            gpt_8 sum = {}, sum_n = {};
+    GPU_RUN void run(int64_t warp) const {
+        const gpu_tile_of tile(warp, rows, cols);
+        for (int c = tile.left + GPU_8 * gpu_lane(); c < tile.right; c += GPU_STRIDE) {
+            gpu_8 sum = {}, sum_n = {};
             for (int i = tile.top; i < tile.bottom; i++) {
-                const gpt_8 di = gpt_load(d + (int64_t)i * cols, c, cols);
-                const gpt_8 xi = gpt_load(x + (int64_t)i * cols, c, cols);
+                const gpu_8 di = gpu_load(d + (int64_t)i * cols, c, cols);
+                const gpu_8 xi = gpu_load(x + (int64_t)i * cols, c, cols);
                 const float m = mean[i], s = rstd[i];
-                sum = gpt_add(sum, di);
-                for (int k = 0; k < GPT_8; k++) sum_n.at[k] += di.at[k] * ((xi.at[k] - m) * s);
+                sum = gpu_add(sum, di);
+                for (int k = 0; k < GPU_8; k++) sum_n.at[k] += di.at[k] * ((xi.at[k] - m) * s);
             }
-            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
-            gpt_store(sums + ((int64_t)groups + tile.group) * cols, c, cols, sum_n);
+            gpu_store(sums + (int64_t)tile.group * cols, c, cols, sum);
+            gpu_store(sums + ((int64_t)groups + tile.group) * cols, c, cols, sum_n);
         }
     }
 };
-
-// g(cols) = sum over the groups of the first sums, g_n(cols) of the second ones; a warp has eight
-// columns of one.
-template <class E> struct gpt_sum_groups {
-    E *g, *g_n;
-    const float *sums;
-    int cols, groups;
-    GPT_RUN void run(int64_t warp) const {
-        const int64_t pieces = (cols + GPT_8 - 1) / GPT_8;
-        const int which = (int)(warp / pieces), c = (int)(warp % pieces) * GPT_8;
-        const float *of = sums + (int64_t)which * groups * cols;
-        gpt_8 sum = {};
-        for (int i = gpt_lane(); i < groups; i += GPT_LANES) {
-            sum = gpt_add(sum, gpt_load(of + (int64_t)i * cols, c, cols));
-        }
-        for (int k = 0; k < GPT_8; k++) sum.at[k] = gpt_join_sum(sum.at[k]);
-        if (gpt_lane() == 0) gpt_store(which ? g_n : g, c, cols, sum);
-    }
-};
-
-/* g(cols) and, unless NULL, g_n(cols) from the sums of groups of `rows` rows */
-template <class E>
-static void gpt_join_groups(gpt_cuda *gpu, E *g, E *g_n, const float *sums, int rows, int cols) {
-    const gpt_sum_groups<E> kernel = {g, g_n, sums, cols, (int)gpt_pieces(rows, GPT_SUM_ROWS)};
-    gpt_launch(gpu, gpt_pieces(cols, GPT_8) * (g_n ? 2 : 1), kernel);
-}
-
-/* dbias(cols) = columns of d(rows, cols) */
-template <class E>
-static void gpt_bias_backward(gpt_cuda *gpu, float *sums, E *dbias, const E *d, int rows,
-                              int cols) {
-    const gpt_sum_bias<E> some = {sums, d, rows, cols};
-    gpt_launch(gpu, gpt_tiles(rows, cols), some);
-    gpt_join_groups(gpu, dbias, (E *)NULL, sums, rows, cols);
-}
-
-/* ---- residual and layer norm ----------------------------------------------------------------- */
 
 // x = add + branch + bias: the end of a branch
 template <class E> struct gpt_residual {
@@ -357,14 +65,14 @@ template <class E> struct gpt_residual {
     const float *add;
     const E *branch, *bias;
     int C;
-    GPT_RUN gpt_8 part(int64_t row, int c) const {
-        const gpt_8 b = gpt_add(gpt_load(branch + row * C, c, C), gpt_load(bias, c, C));
-        const gpt_8 sum = gpt_add(gpt_load(add + row * C, c, C), b);
-        gpt_store(x + row * C, c, C, sum);
+    GPU_RUN gpu_8 part(int64_t row, int c) const {
+        const gpu_8 b = gpu_add(gpu_load(branch + row * C, c, C), gpu_load(bias, c, C));
+        const gpu_8 sum = gpu_add(gpu_load(add + row * C, c, C), b);
+        gpu_store(x + row * C, c, C, sum);
         return sum;
     }
-    GPT_RUN void run(int64_t row) const {
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) part(row, c);
+    GPU_RUN void run(int64_t row) const {
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) part(row, c);
     }
 };
 
@@ -376,28 +84,28 @@ template <class E> struct gpt_norm_rows {
     const E *w, *b;
     int C;
     gpt_residual<E> residual; // its x is x; x NULL: none
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         const float *xi = x + row * C;
         float sum = 0.0f, squares = 0.0f;
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            const gpt_8 v = residual.x ? residual.part(row, c) : gpt_load(xi, c, C);
-            for (int k = 0; k < GPT_8; k++) sum += v.at[k];
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            const gpu_8 v = residual.x ? residual.part(row, c) : gpu_load(xi, c, C);
+            for (int k = 0; k < GPU_8; k++) sum += v.at[k];
         }
-        const float m = gpt_join_sum(sum) / (float)C;
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            const gpt_8 v = gpt_load(xi, c, C);
-            for (int k = 0; k < GPT_8; k++) {
+        const float m = gpu_join_sum(sum) / (float)C;
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            const gpu_8 v = gpu_load(xi, c, C);
+            for (int k = 0; k < GPU_8; k++) {
                 if (c + k < C) squares += (v.at[k] - m) * (v.at[k] - m);
             }
         }
-        const float s = 1.0f / sqrtf(gpt_join_sum(squares) / (float)C + GPT_LN_EPS);
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            const gpt_8 wc = gpt_load(w, c, C), bc = gpt_load(b, c, C);
-            gpt_8 v = gpt_load(xi, c, C);
-            for (int k = 0; k < GPT_8; k++) v.at[k] = (v.at[k] - m) * s * wc.at[k] + bc.at[k];
-            gpt_store(out + row * C, c, C, v);
+        const float s = 1.0f / sqrtf(gpu_join_sum(squares) / (float)C + GPT_LN_EPS);
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            const gpu_8 wc = gpu_load(w, c, C), bc = gpu_load(b, c, C);
+            gpu_8 v = gpu_load(xi, c, C);
+            for (int k = 0; k < GPU_8; k++) v.at[k] = (v.at[k] - m) * s * wc.at[k] + bc.at[k];
+            gpu_store(out + row * C, c, C, v);
         }
-        if (gpt_lane() == 0) mean[row] = m, rstd[row] = s;
+        if (gpu_lane() == 0) mean[row] = m, rstd[row] = s;
     }
 };
 
@@ -407,30 +115,30 @@ template <class E> struct gpt_norm_rows_backward {
     const float *x, *mean, *rstd;
     const E *w;
     int add, C;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         const E *doi = dout + row * C;
         const float *xi = x + row * C;
         E *dxi = dx + row * C;
         const float m = mean[row], s = rstd[row];
         float sum_g = 0.0f, sum_gn = 0.0f; // as in gpt.h
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            const gpt_8 d = gpt_load(doi, c, C), wc = gpt_load(w, c, C), v = gpt_load(xi, c, C);
-            for (int k = 0; k < GPT_8; k++) {
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            const gpu_8 d = gpu_load(doi, c, C), wc = gpu_load(w, c, C), v = gpu_load(xi, c, C);
+            for (int k = 0; k < GPU_8; k++) {
                 const float g = d.at[k] * wc.at[k];
                 sum_g += g;
                 sum_gn += g * ((v.at[k] - m) * s);
             }
         }
-        const float mean_g = gpt_join_sum(sum_g) / (float)C;
-        const float mean_gn = gpt_join_sum(sum_gn) / (float)C;
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            const gpt_8 d = gpt_load(doi, c, C), wc = gpt_load(w, c, C), v = gpt_load(xi, c, C);
-            gpt_8 sum = {};
-            if (add) sum = gpt_load(dxi, c, C);
-            for (int k = 0; k < GPT_8; k++) {
+        const float mean_g = gpu_join_sum(sum_g) / (float)C;
+        const float mean_gn = gpu_join_sum(sum_gn) / (float)C;
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            const gpu_8 d = gpu_load(doi, c, C), wc = gpu_load(w, c, C), v = gpu_load(xi, c, C);
+            gpu_8 sum = {};
+            if (add) sum = gpu_load(dxi, c, C);
+            for (int k = 0; k < GPU_8; k++) {
                 sum.at[k] += s * (d.at[k] * wc.at[k] - mean_g - (v.at[k] - m) * s * mean_gn);
             }
-            gpt_store(dxi, c, C, sum);
+            gpu_store(dxi, c, C, sum);
         }
     }
 };
@@ -440,12 +148,12 @@ template <class E>
 static void gpt_norm_backward(gpt_cuda *gpu, float *sums, E *dx, int add, E *dw, E *db,
                               const E *dout, const float *x, const E *w, const float *mean,
                               const float *rstd, int BT, int C) {
-    const int groups = (int)gpt_pieces(BT, GPT_SUM_ROWS);
+    const int groups = (int)gpu_pieces(BT, GPU_SUM_ROWS);
     const gpt_sum_norm<E> some = {sums, dout, x, mean, rstd, BT, C, groups};
     const gpt_norm_rows_backward<E> rows = {dx, dout, x, mean, rstd, w, add, C};
-    gpt_launch(gpu, gpt_tiles(BT, C), some);
-    gpt_join_groups(gpu, db, dw, sums, BT, C);
-    gpt_launch(gpu, BT, rows);
+    gpu_launch(gpu, gpu_tiles(BT, C), some);
+    gpu_join_groups(gpu, db, dw, sums, BT, C);
+    gpu_launch(gpu, BT, rows);
 }
 
 /* ---- bias and GELU --------------------------------------------------------------------------- */
@@ -455,14 +163,14 @@ template <class E> struct gpt_gelu {
     E *out;
     const E *fc, *bias;
     int cols;
-    GPT_RUN void run(int64_t row) const {
-        for (int c = GPT_8 * gpt_lane(); c < cols; c += GPT_STRIDE) {
-            gpt_8 x = gpt_add(gpt_load(fc + row * cols, c, cols), gpt_load(bias, c, cols));
-            for (int k = 0; k < GPT_8; k++) {
+    GPU_RUN void run(int64_t row) const {
+        for (int c = GPU_8 * gpu_lane(); c < cols; c += GPU_STRIDE) {
+            gpu_8 x = gpu_add(gpu_load(fc + row * cols, c, cols), gpu_load(bias, c, cols));
+            for (int k = 0; k < GPU_8; k++) {
                 const float v = x.at[k];
                 x.at[k] = v / (1.0f + expf(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
             }
-            gpt_store(out + row * cols, c, cols, x);
+            gpu_store(out + row * cols, c, cols, x);
         }
     }
 };
@@ -473,25 +181,25 @@ template <class E> struct gpt_gelu_slope {
     float *sums;
     const E *fc, *bias;
     int rows, cols;
-    GPT_RUN void run(int64_t warp) const {
-        const gpt_tile_of tile(warp, rows, cols);
-        for (int c = tile.left + GPT_8 * gpt_lane(); c < tile.right; c += GPT_STRIDE) {
-            const gpt_8 b = gpt_load(bias, c, cols);
-            gpt_8 sum = {};
+    GPU_RUN void run(int64_t warp) const {
+        const gpu_tile_of tile(warp, rows, cols);
+        for (int c = tile.left + GPU_8 * gpu_lane(); c < tile.right; c += GPU_STRIDE) {
+            const gpu_8 b = gpu_load(bias, c, cols);
+            gpu_8 sum = {};
             for (int i = tile.top; i < tile.bottom; i++) {
-                const gpt_8 x = gpt_add(gpt_load(fc + (int64_t)i * cols, c, cols), b);
-                gpt_8 di = gpt_load(d + (int64_t)i * cols, c, cols);
-                for (int k = 0; k < GPT_8; k++) {
+                const gpu_8 x = gpu_add(gpu_load(fc + (int64_t)i * cols, c, cols), b);
+                gpu_8 di = gpu_load(d + (int64_t)i * cols, c, cols);
+                for (int k = 0; k < GPU_8; k++) {
                     const float v = x.at[k];
                     const float s = 1.0f /
                                     (1.0f + expf(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
                     const float slope = GPT_GELU_A * (1.0f + 3.0f * GPT_GELU_B * v * v);
                     di.at[k] *= s + v * s * (1.0f - s) * slope;
                 }
-                sum = gpt_add(sum, di);
-                gpt_store(d + (int64_t)i * cols, c, cols, di);
+                sum = gpu_add(sum, di);
+                gpu_store(d + (int64_t)i * cols, c, cols, di);
             }
-            gpt_store(sums + (int64_t)tile.group * cols, c, cols, sum);
+            gpu_store(sums + (int64_t)tile.group * cols, c, cols, sum);
         }
     }
 };
@@ -507,7 +215,7 @@ template <class E> struct gpt_gelu_slope {
 enum { GPT_SPAN = 256 };
 
 // Returns the end of the columns of position t.
-GPT_SHARED int gpt_span_end(int t, int T) {
+GPU_SHARED int gpt_span_end(int t, int T) {
     const int end = (t / GPT_SPAN + 1) * GPT_SPAN;
     return end < T ? end : T;
 }
@@ -517,16 +225,16 @@ template <class E> struct gpt_heads {
     E *rows, *heads;
     const E *bias;               // (parts, H, S)
     int B, T, H, S, parts, join; // join: from heads to rows
-    GPT_RUN void run(int64_t row) const {
-        const int C = H * S, t = (int)(row % T), pieces = (S + GPT_8 - 1) / GPT_8;
-        for (int i = gpt_lane(); i < parts * H * pieces; i += GPT_LANES) {
-            const int part = i / pieces / H, h = i / pieces % H, s = i % pieces * GPT_8;
+    GPU_RUN void run(int64_t row) const {
+        const int C = H * S, t = (int)(row % T), pieces = (S + GPU_8 - 1) / GPU_8;
+        for (int i = gpu_lane(); i < parts * H * pieces; i += GPU_LANES) {
+            const int part = i / pieces / H, h = i / pieces % H, s = i % pieces * GPU_8;
             const int64_t head = ((int64_t)part * B + row / T) * H + h;
             E *in_heads = heads + (head * T + t) * S,
               *in_row = rows + row * parts * C + i / pieces * S;
-            gpt_8 x = gpt_load(join ? in_heads : in_row, s, S);
-            if (bias) x = gpt_add(x, gpt_load(bias + i / pieces * S, s, S));
-            gpt_store(join ? in_row : in_heads, s, S, x);
+            gpu_8 x = gpu_load(join ? in_heads : in_row, s, S);
+            if (bias) x = gpu_add(x, gpu_load(bias + i / pieces * S, s, S));
+            gpu_store(join ? in_row : in_heads, s, S, x);
         }
     }
 };
@@ -537,29 +245,29 @@ template <class E> struct gpt_softmax {
     E *att;
     int T;
     float scale;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         E *p = att + row * T;
         const int t = (int)(row % T), seen = t + 1, end = gpt_span_end(t, T);
-        float max = gpt_wide(p[0]), sum = 0.0f;
-        for (int j = GPT_8 * gpt_lane(); j < seen; j += GPT_STRIDE) {
-            const gpt_8 x = gpt_load(p, j, end);
+        float max = gpu_wide(p[0]), sum = 0.0f;
+        for (int j = GPU_8 * gpu_lane(); j < seen; j += GPU_STRIDE) {
+            const gpu_8 x = gpu_load(p, j, end);
             const float before = max;
-            for (int k = 0; k < GPT_8; k++) {
-                if (j + k < seen) max = gpt_larger(max, x.at[k]);
+            for (int k = 0; k < GPU_8; k++) {
+                if (j + k < seen) max = gpu_larger(max, x.at[k]);
             }
             sum *= expf((before - max) * scale);
-            for (int k = 0; k < GPT_8; k++) {
+            for (int k = 0; k < GPU_8; k++) {
                 if (j + k < seen) sum += expf((x.at[k] - max) * scale);
             }
         }
-        const float top = gpt_join_max(max);
-        const float norm = 1.0f / gpt_join_sum(sum * expf((max - top) * scale));
-        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
-            gpt_8 x = gpt_load(p, j, end);
-            for (int k = 0; k < GPT_8; k++) {
+        const float top = gpu_join_max(max);
+        const float norm = 1.0f / gpu_join_sum(sum * expf((max - top) * scale));
+        for (int j = GPU_8 * gpu_lane(); j < end; j += GPU_STRIDE) {
+            gpu_8 x = gpu_load(p, j, end);
+            for (int k = 0; k < GPU_8; k++) {
                 x.at[k] = j + k < seen ? expf((x.at[k] - top) * scale) * norm : 0.0f;
             }
-            gpt_store(p, j, end, x);
+            gpu_store(p, j, end, x);
         }
     }
 };
@@ -570,21 +278,21 @@ template <class E> struct gpt_softmax_backward {
     const E *att;
     int T;
     float scale;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         E *d = datt + row * T;
         const E *p = att + row * T;
         const int end = gpt_span_end((int)(row % T), T);
         float sum = 0.0f;
-        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
-            const gpt_8 pj = gpt_load(p, j, end), dj = gpt_load(d, j, end);
-            for (int k = 0; k < GPT_8; k++) sum += pj.at[k] * dj.at[k];
+        for (int j = GPU_8 * gpu_lane(); j < end; j += GPU_STRIDE) {
+            const gpu_8 pj = gpu_load(p, j, end), dj = gpu_load(d, j, end);
+            for (int k = 0; k < GPU_8; k++) sum += pj.at[k] * dj.at[k];
         }
-        const float mean = gpt_join_sum(sum);
-        for (int j = GPT_8 * gpt_lane(); j < end; j += GPT_STRIDE) {
-            const gpt_8 pj = gpt_load(p, j, end);
-            gpt_8 dj = gpt_load(d, j, end);
-            for (int k = 0; k < GPT_8; k++) dj.at[k] = pj.at[k] * (dj.at[k] - mean) * scale;
-            gpt_store(d, j, end, dj);
+        const float mean = gpu_join_sum(sum);
+        for (int j = GPU_8 * gpu_lane(); j < end; j += GPU_STRIDE) {
+            const gpu_8 pj = gpu_load(p, j, end);
+            gpu_8 dj = gpu_load(d, j, end);
+            for (int k = 0; k < GPU_8; k++) dj.at[k] = pj.at[k] * (dj.at[k] - mean) * scale;
+            gpu_store(d, j, end, dj);
         }
     }
 };
@@ -594,7 +302,7 @@ static void gpt_move_heads(gpt_cuda *gpu, const gpt_config *cfg, E *rows, E *hea
                            int parts, int join) {
     const int B = cfg->batch, T = cfg->context, H = cfg->heads, S = cfg->channels / H;
     const gpt_heads<E> kernel = {rows, heads, bias, B, T, H, S, parts, join};
-    gpt_launch(gpu, (int64_t)B * T, kernel);
+    gpu_launch(gpu, (int64_t)B * T, kernel);
 }
 
 /* y(B, H, T, S) from qkv(3, B, H, T, S); att(B, H, T, T) keeps the probabilities */
@@ -607,14 +315,14 @@ static void gpt_attention_forward_on(gpt_cuda *gpu, const gpt_config *cfg, E *y,
     const gpt_softmax<E> softmax = {att, T, 1.0f / sqrtf((float)S)};
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), rows = end - t;
-        gpt_cuda_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpt_matrix(q + (long long)t * S, S, TS),
-                        gpt_matrix(k, S, TS), gpt_matrix(att + (long long)t * T, T, TT), BH);
+        gpu_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpu_matrix(q + (long long)t * S, S, TS),
+                   gpu_matrix(k, S, TS), gpu_matrix(att + (long long)t * T, T, TT), BH);
     }
-    gpt_launch(gpu, (int64_t)BH * T, softmax);
+    gpu_launch(gpu, (int64_t)BH * T, softmax);
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), rows = end - t;
-        gpt_cuda_matmul(gpu, 0, rows, S, end, gpt_matrix(att + (long long)t * T, T, TT),
-                        gpt_matrix(v, S, TS), gpt_matrix(y + (long long)t * S, S, TS), BH);
+        gpu_matmul(gpu, 0, rows, S, end, gpu_matrix(att + (long long)t * T, T, TT),
+                   gpu_matrix(v, S, TS), gpu_matrix(y + (long long)t * S, S, TS), BH);
     }
 }
 
@@ -630,19 +338,19 @@ static void gpt_attention_backward_on(gpt_cuda *gpu, const gpt_config *cfg, E *d
     const gpt_softmax_backward<E> softmax = {datt, att, T, 1.0f / sqrtf((float)S)};
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), rows = end - t;
-        gpt_cuda_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpt_matrix(dy + (long long)t * S, S, TS),
-                        gpt_matrix(v, S, TS), gpt_matrix(datt + (long long)t * T, T, TT), BH);
+        gpu_matmul(gpu, GEMM_TRANS_B, rows, end, S, gpu_matrix(dy + (long long)t * S, S, TS),
+                   gpu_matrix(v, S, TS), gpu_matrix(datt + (long long)t * T, T, TT), BH);
     }
-    gpt_launch(gpu, (int64_t)BH * T, softmax);
+    gpu_launch(gpu, (int64_t)BH * T, softmax);
     for (int t = 0; t < T; t += GPT_SPAN) {
         const int end = gpt_span_end(t, T), span = end - t, below = T - t;
         const long long at = (long long)t * S, row = (long long)t * T, corner = row + t;
-        gpt_cuda_matmul(gpu, 0, span, S, end, gpt_matrix(datt + row, T, TT), gpt_matrix(k, S, TS),
-                        gpt_matrix(dq + at, S, TS), BH);
-        gpt_cuda_matmul(gpu, GEMM_TRANS_A, span, S, below, gpt_matrix(datt + corner, T, TT),
-                        gpt_matrix(q + at, S, TS), gpt_matrix(dk + at, S, TS), BH);
-        gpt_cuda_matmul(gpu, GEMM_TRANS_A, span, S, below, gpt_matrix(att + corner, T, TT),
-                        gpt_matrix(dy + at, S, TS), gpt_matrix(dv + at, S, TS), BH);
+        gpu_matmul(gpu, 0, span, S, end, gpu_matrix(datt + row, T, TT), gpu_matrix(k, S, TS),
+                   gpu_matrix(dq + at, S, TS), BH);
+        gpu_matmul(gpu, GEMM_TRANS_A, span, S, below, gpu_matrix(datt + corner, T, TT),
+                   gpu_matrix(q + at, S, TS), gpu_matrix(dk + at, S, TS), BH);
+        gpu_matmul(gpu, GEMM_TRANS_A, span, S, below, gpu_matrix(att + corner, T, TT),
+                   gpu_matrix(dy + at, S, TS), gpu_matrix(dv + at, S, TS), BH);
     }
 }
 
@@ -653,10 +361,10 @@ template <class E> struct gpt_embed {
     const E *wte, *wpe;
     const uint8_t *tokens;
     int T, C;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         const E *te = wte + (int64_t)tokens[row] * C, *pe = wpe + row % T * C;
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            gpt_store(x + row * C, c, C, gpt_add(gpt_load(te, c, C), gpt_load(pe, c, C)));
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            gpu_store(x + row * C, c, C, gpu_add(gpu_load(te, c, C), gpu_load(pe, c, C)));
         }
     }
 };
@@ -666,12 +374,12 @@ template <class E> struct gpt_one_hot {
     E *rows;
     const uint8_t *tokens;
     int V;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         const int token = tokens[row];
-        for (int v = GPT_8 * gpt_lane(); v < V; v += GPT_STRIDE) {
-            gpt_8 x;
-            for (int k = 0; k < GPT_8; k++) x.at[k] = v + k == token ? 1.0f : 0.0f;
-            gpt_store(rows + row * V, v, V, x);
+        for (int v = GPU_8 * gpu_lane(); v < V; v += GPU_STRIDE) {
+            gpu_8 x;
+            for (int k = 0; k < GPU_8; k++) x.at[k] = v + k == token ? 1.0f : 0.0f;
+            gpu_store(rows + row * V, v, V, x);
         }
     }
 };
@@ -680,20 +388,20 @@ template <class E> struct gpt_positions_backward {
     E *g;
     const E *dx;
     int B, T, C;
-    GPT_RUN void run(int64_t t) const {
-        for (int c = GPT_8 * gpt_lane(); c < C; c += GPT_STRIDE) {
-            gpt_8 sum = {};
+    GPU_RUN void run(int64_t t) const {
+        for (int c = GPU_8 * gpu_lane(); c < C; c += GPU_STRIDE) {
+            gpu_8 sum = {};
             for (int b = 0; b < B; b++) {
-                sum = gpt_add(sum, gpt_load(dx + ((int64_t)b * T + t) * C, c, C));
+                sum = gpu_add(sum, gpu_load(dx + ((int64_t)b * T + t) * C, c, C));
             }
-            gpt_store(g + t * C, c, C, sum);
+            gpu_store(g + t * C, c, C, sum);
         }
     }
 };
 
 // Loss of a row, and the gradients of its logits in the mean loss. A token is a byte, so that the
 // registers of a warp have room for the row: it is read once.
-enum { GPT_HELD = 256 / GPT_STRIDE };
+enum { GPT_HELD = 256 / GPU_STRIDE };
 
 template <class E> struct gpt_cross_entropy {
     E *dlogits;
@@ -702,34 +410,34 @@ template <class E> struct gpt_cross_entropy {
     const uint8_t *targets;
     int V;
     float share;
-    GPT_RUN void run(int64_t row) const {
+    GPU_RUN void run(int64_t row) const {
         const float *of = logits + row * V;
-        const int target = targets[row], first = GPT_8 * gpt_lane();
-        gpt_8 p[GPT_HELD];
+        const int target = targets[row], first = GPU_8 * gpu_lane();
+        gpu_8 p[GPT_HELD];
         float max = of[target], sum = 0.0f;
         for (int i = 0; i < GPT_HELD; i++) {
-            const int v = first + i * GPT_STRIDE;
-            p[i] = gpt_load(of, v, V);
-            for (int k = 0; k < GPT_8; k++) {
-                if (v + k < V) max = gpt_larger(max, p[i].at[k]);
+            const int v = first + i * GPU_STRIDE;
+            p[i] = gpu_load(of, v, V);
+            for (int k = 0; k < GPU_8; k++) {
+                if (v + k < V) max = gpu_larger(max, p[i].at[k]);
             }
         }
-        max = gpt_join_max(max);
+        max = gpu_join_max(max);
         for (int i = 0; i < GPT_HELD; i++) {
-            for (int k = 0; k < GPT_8; k++) {
+            for (int k = 0; k < GPU_8; k++) {
                 p[i].at[k] = expf(p[i].at[k] - max);
-                if (first + i * GPT_STRIDE + k < V) sum += p[i].at[k];
+                if (first + i * GPU_STRIDE + k < V) sum += p[i].at[k];
             }
         }
-        const float total = gpt_join_sum(sum);
+        const float total = gpu_join_sum(sum);
         for (int i = 0; i < GPT_HELD; i++) {
-            const int v = first + i * GPT_STRIDE;
-            for (int k = 0; k < GPT_8; k++) {
+            const int v = first + i * GPU_STRIDE;
+            for (int k = 0; k < GPU_8; k++) {
                 p[i].at[k] = (p[i].at[k] / total - (v + k == target ? 1.0f : 0.0f)) * share;
             }
-            gpt_store(dlogits + row * V, v, V, p[i]);
+            gpu_store(dlogits + row * V, v, V, p[i]);
         }
-        if (gpt_lane() == 0) row_loss[row] = logf(total) - (of[target] - max);
+        if (gpu_lane() == 0) row_loss[row] = logf(total) - (of[target] - max);
     }
 };
 
@@ -737,14 +445,14 @@ struct gpt_mean_loss {
     double *loss;
     const float *row_loss;
     int BT;
-    GPT_RUN void run(int64_t) const {
+    GPU_RUN void run(int64_t) const {
         double sum = 0.0;
-        for (int i = GPT_8 * gpt_lane(); i < BT; i += GPT_STRIDE) {
-            const gpt_8 x = gpt_load(row_loss, i, BT);
-            for (int k = 0; k < GPT_8; k++) sum += (double)x.at[k];
+        for (int i = GPU_8 * gpu_lane(); i < BT; i += GPU_STRIDE) {
+            const gpu_8 x = gpu_load(row_loss, i, BT);
+            for (int k = 0; k < GPU_8; k++) sum += (double)x.at[k];
         }
-        sum = gpt_join_sum(sum);
-        if (gpt_lane() == 0) *loss = sum / BT;
+        sum = gpu_join_sum(sum);
+        if (gpu_lane() == 0) *loss = sum / BT;
     }
 };
 
@@ -769,44 +477,38 @@ template <class E> struct gpt_arrays {
     E *datt;     // (B, H, T, T)
 };
 
-// Takes numel elements, aligned for every access; at NULL: it only counts.
-template <class E> static void gpt_take_array(E **array, char *at, size_t *used, size_t numel) {
-    *array = at ? (E *)(at + *used) : NULL;
-    *used += (numel * sizeof(E) + 255) / 256 * 256;
-}
-
 /* Divides the memory at `at` among the arrays; the bytes. */
 template <class E> static size_t gpt_place(const gpt_config *cfg, char *at, gpt_arrays<E> *a) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context, C = (size_t)cfg->channels;
     const size_t L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
     const size_t scores = BT * (size_t)cfg->heads * (size_t)cfg->context;
-    const size_t groups = (BT + GPT_SUM_ROWS - 1) / GPT_SUM_ROWS;
+    const size_t groups = (BT + GPU_SUM_ROWS - 1) / GPU_SUM_ROWS;
     size_t used = 0;
-    gpt_take_array(&a->x, at, &used, (L + 1) * BT * C);
-    gpt_take_array(&a->mid, at, &used, L * BT * C);
-    gpt_take_array(&a->ln1_mean, at, &used, L * BT);
-    gpt_take_array(&a->ln1_rstd, at, &used, L * BT);
-    gpt_take_array(&a->ln2_mean, at, &used, L * BT);
-    gpt_take_array(&a->ln2_rstd, at, &used, L * BT);
-    gpt_take_array(&a->ln1, at, &used, L * BT * C);
-    gpt_take_array(&a->atty, at, &used, L * BT * C);
-    gpt_take_array(&a->ln2, at, &used, L * BT * C);
-    gpt_take_array(&a->qkv, at, &used, L * BT * 3 * C);
-    gpt_take_array(&a->att, at, &used, L * scores);
-    gpt_take_array(&a->fc, at, &used, L * BT * 4 * C);
-    gpt_take_array(&a->gelu, at, &used, L * BT * 4 * C);
-    gpt_take_array(&a->lnf_mean, at, &used, BT);
-    gpt_take_array(&a->lnf_rstd, at, &used, BT);
-    gpt_take_array(&a->row_loss, at, &used, BT);
-    gpt_take_array(&a->lnf, at, &used, BT * C);
-    gpt_take_array(&a->logits, at, &used, BT * V);
-    gpt_take_array(&a->dlogits, at, &used, BT * V);
-    gpt_take_array(&a->sums, at, &used, 2 * groups * 4 * C);
-    gpt_take_array(&a->dx, at, &used, BT * C);
-    gpt_take_array(&a->d1, at, &used, BT * C);
-    gpt_take_array(&a->d3, at, &used, BT * 3 * C);
-    gpt_take_array(&a->d4, at, &used, BT * 4 * C);
-    gpt_take_array(&a->datt, at, &used, scores);
+    gpu_take_array(&a->x, at, &used, (L + 1) * BT * C);
+    gpu_take_array(&a->mid, at, &used, L * BT * C);
+    gpu_take_array(&a->ln1_mean, at, &used, L * BT);
+    gpu_take_array(&a->ln1_rstd, at, &used, L * BT);
+    gpu_take_array(&a->ln2_mean, at, &used, L * BT);
+    gpu_take_array(&a->ln2_rstd, at, &used, L * BT);
+    gpu_take_array(&a->ln1, at, &used, L * BT * C);
+    gpu_take_array(&a->atty, at, &used, L * BT * C);
+    gpu_take_array(&a->ln2, at, &used, L * BT * C);
+    gpu_take_array(&a->qkv, at, &used, L * BT * 3 * C);
+    gpu_take_array(&a->att, at, &used, L * scores);
+    gpu_take_array(&a->fc, at, &used, L * BT * 4 * C);
+    gpu_take_array(&a->gelu, at, &used, L * BT * 4 * C);
+    gpu_take_array(&a->lnf_mean, at, &used, BT);
+    gpu_take_array(&a->lnf_rstd, at, &used, BT);
+    gpu_take_array(&a->row_loss, at, &used, BT);
+    gpu_take_array(&a->lnf, at, &used, BT * C);
+    gpu_take_array(&a->logits, at, &used, BT * V);
+    gpu_take_array(&a->dlogits, at, &used, BT * V);
+    gpu_take_array(&a->sums, at, &used, 2 * groups * 4 * C);
+    gpu_take_array(&a->dx, at, &used, BT * C);
+    gpu_take_array(&a->d1, at, &used, BT * C);
+    gpu_take_array(&a->d3, at, &used, BT * 3 * C);
+    gpu_take_array(&a->d4, at, &used, BT * 4 * C);
+    gpu_take_array(&a->datt, at, &used, scores);
     return used;
 }
 
@@ -833,7 +535,7 @@ template <class E>
 static void gpt_cuda_norm_forward(gpt_cuda *gpu, E *out, float *mean, float *rstd, const float *x,
                                   const E *w, const E *b, int BT, int C) {
     const gpt_norm_rows<E> kernel = {out, mean, rstd, x, w, b, C, {NULL, NULL, NULL, NULL, 0}};
-    gpt_launch(gpu, BT, kernel);
+    gpu_launch(gpu, BT, kernel);
 }
 
 template <class E>
@@ -857,20 +559,20 @@ static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, const g
     E *ln2 = a.ln2 + at, *fc = a.fc + 4 * at, *gelu = a.gelu + 4 * at;
     gpt_cuda_norm_forward(gpu, a.ln1 + at, a.ln1_mean + row, a.ln1_rstd + row, x_in, p[GPT_LN1W],
                           p[GPT_LN1B], BT, C);
-    gpt_product_forward(gpu, a.d4, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
+    gpu_product_forward(gpu, a.d4, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
     gpt_cuda_attention_forward(gpu, cfg, a, l, p[GPT_QKVB]);
-    gpt_product_forward(gpu, a.d1, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
+    gpu_product_forward(gpu, a.d1, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
     const gpt_residual<E> middle = {mid, x_in, a.d1, p[GPT_ATTPROJB], C};
     const gpt_norm_rows<E> norm = {
         ln2, a.ln2_mean + row, a.ln2_rstd + row, mid, p[GPT_LN2W], p[GPT_LN2B], C, middle};
-    gpt_launch(gpu, BT, norm);
-    gpt_product_forward(gpu, fc, ln2, p[GPT_FCW], BT, C, 4 * C);
+    gpu_launch(gpu, BT, norm);
+    gpu_product_forward(gpu, fc, ln2, p[GPT_FCW], BT, C, 4 * C);
     const gpt_gelu<E> activation = {gelu, fc, p[GPT_FCB], 4 * C};
-    gpt_launch(gpu, BT, activation);
-    gpt_product_forward(gpu, a.d1, gelu, p[GPT_FCPROJW], BT, 4 * C, C);
+    gpu_launch(gpu, BT, activation);
+    gpu_product_forward(gpu, a.d1, gelu, p[GPT_FCPROJW], BT, 4 * C, C);
     // The norm of the next block is not taken along: its parameters are another unit's.
     const gpt_residual<E> end = {x_out, mid, a.d1, p[GPT_FCPROJB], C};
-    gpt_launch(gpu, BT, end);
+    gpu_launch(gpu, BT, end);
 }
 
 template <class E>
@@ -892,21 +594,21 @@ static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, const 
     const int C = cfg->channels, BT = cfg->batch * cfg->context;
     const size_t row = gpt_layer(cfg, l), at = gpt_layer(cfg, l, C);
     // MLP; dx passes through the residual connection, the branch is added to it
-    gpt_bias_backward(gpu, a.sums, g[GPT_FCPROJB], a.dx, BT, C);
-    gpt_product_backward(gpu, a.d4, g[GPT_FCPROJW], a.dx, a.gelu + 4 * at, p[GPT_FCPROJW], BT,
+    gpu_bias_backward(gpu, a.sums, g[GPT_FCPROJB], a.dx, BT, C);
+    gpu_product_backward(gpu, a.d4, g[GPT_FCPROJW], a.dx, a.gelu + 4 * at, p[GPT_FCPROJW], BT,
                          4 * C, C);
     const gpt_gelu_slope<E> activation = {a.d4, a.sums, a.fc + 4 * at, p[GPT_FCB], BT, 4 * C};
-    gpt_launch(gpu, gpt_tiles(BT, 4 * C), activation);
-    gpt_join_groups(gpu, g[GPT_FCB], (E *)NULL, a.sums, BT, 4 * C);
-    gpt_product_backward(gpu, a.d1, g[GPT_FCW], a.d4, a.ln2 + at, p[GPT_FCW], BT, C, 4 * C);
+    gpu_launch(gpu, gpu_tiles(BT, 4 * C), activation);
+    gpu_join_groups(gpu, g[GPT_FCB], (E *)NULL, a.sums, BT, 4 * C);
+    gpu_product_backward(gpu, a.d1, g[GPT_FCW], a.d4, a.ln2 + at, p[GPT_FCW], BT, C, 4 * C);
     gpt_norm_backward(gpu, a.sums, a.dx, 1, g[GPT_LN2W], g[GPT_LN2B], a.d1, a.mid + at, p[GPT_LN2W],
                       a.ln2_mean + row, a.ln2_rstd + row, BT, C);
     // attention
-    gpt_bias_backward(gpu, a.sums, g[GPT_ATTPROJB], a.dx, BT, C);
-    gpt_product_backward(gpu, a.d1, g[GPT_ATTPROJW], a.dx, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
+    gpu_bias_backward(gpu, a.sums, g[GPT_ATTPROJB], a.dx, BT, C);
+    gpu_product_backward(gpu, a.d1, g[GPT_ATTPROJW], a.dx, a.atty + at, p[GPT_ATTPROJW], BT, C, C);
     gpt_cuda_attention_backward(gpu, cfg, a, l);
-    gpt_bias_backward(gpu, a.sums, g[GPT_QKVB], a.d3, BT, 3 * C);
-    gpt_product_backward(gpu, a.d1, g[GPT_QKVW], a.d3, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
+    gpu_bias_backward(gpu, a.sums, g[GPT_QKVB], a.d3, BT, 3 * C);
+    gpu_product_backward(gpu, a.d1, g[GPT_QKVW], a.d3, a.ln1 + at, p[GPT_QKVW], BT, C, 3 * C);
     gpt_norm_backward(gpu, a.sums, a.dx, 1, g[GPT_LN1W], g[GPT_LN1B], a.d1, a.x + at, p[GPT_LN1W],
                       a.ln1_mean + row, a.ln1_rstd + row, BT, C);
 }
@@ -917,7 +619,7 @@ static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, const g
     const gpt_params<E> p = {w};
     const gpt_embed<E> kernel = {a.x,         p[GPT_WTE],   p[GPT_WPE],
                                  gpu->inputs, cfg->context, cfg->channels};
-    gpt_launch(gpu, (int64_t)cfg->batch * cfg->context, kernel);
+    gpu_launch(gpu, (int64_t)cfg->batch * cfg->context, kernel);
 }
 
 // The sum over the rows of each token is a product, too: with rows of zeros that have a one at
@@ -929,10 +631,10 @@ static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, const 
     const int B = cfg->batch, T = cfg->context, C = cfg->channels, V = cfg->vocab;
     const gpt_one_hot<E> ones = {a.dlogits, gpu->inputs, V};
     const gpt_positions_backward<E> positions = {g[GPT_WPE], a.dx, B, T, C};
-    gpt_launch(gpu, (int64_t)B * T, ones);
-    gpt_cuda_matmul(gpu, GEMM_TRANS_A | GEMM_ADD, V, C, B * T, gpt_matrix(a.dlogits, V),
-                    gpt_matrix(a.dx, C), gpt_matrix(g[GPT_WTE], C), 1);
-    gpt_launch(gpu, T, positions);
+    gpu_launch(gpu, (int64_t)B * T, ones);
+    gpu_matmul(gpu, GEMM_TRANS_A | GEMM_ADD, V, C, B * T, gpu_matrix(a.dlogits, V),
+               gpu_matrix(a.dx, C), gpu_matrix(g[GPT_WTE], C), 1);
+    gpu_launch(gpu, T, positions);
 }
 
 template <class E>
@@ -942,7 +644,7 @@ static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, const gp
     const int BT = cfg->batch * cfg->context, C = cfg->channels;
     gpt_cuda_norm_forward(gpu, a.lnf, a.lnf_mean, a.lnf_rstd, a.x + gpt_layer(cfg, cfg->layers, C),
                           p[GPT_LNFW], p[GPT_LNFB], BT, C);
-    gpt_product_forward(gpu, a.logits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
+    gpu_product_forward(gpu, a.logits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
 }
 
 template <class E>
@@ -951,8 +653,8 @@ static void gpt_cuda_loss(gpt_cuda *gpu, const gpt_config *cfg, const gpt_arrays
     const gpt_cross_entropy<E> rows = {a.dlogits,    a.row_loss, a.logits,
                                        gpu->targets, cfg->vocab, 1.0f / (float)BT};
     const gpt_mean_loss mean = {gpu->loss, a.row_loss, BT};
-    gpt_launch(gpu, BT, rows);
-    gpt_launch(gpu, 1, mean);
+    gpu_launch(gpu, BT, rows);
+    gpu_launch(gpu, 1, mean);
 }
 
 template <class E>
@@ -960,7 +662,7 @@ static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, const g
                                    void *const *w, void *const *grads) {
     const gpt_params<E> p = {w}, g = {grads};
     const int BT = cfg->batch * cfg->context, C = cfg->channels;
-    gpt_product_backward(gpu, a.d1, g[GPT_WTE], a.dlogits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
+    gpu_product_backward(gpu, a.d1, g[GPT_WTE], a.dlogits, a.lnf, p[GPT_WTE], BT, C, cfg->vocab);
     gpt_norm_backward(gpu, a.sums, a.dx, 0, g[GPT_LNFW], g[GPT_LNFB], a.d1,
                       a.x + gpt_layer(cfg, cfg->layers, C), p[GPT_LNFW], a.lnf_mean, a.lnf_rstd, BT,
                       C);
@@ -973,57 +675,57 @@ static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, const g
 
 /* x of layer 0 = wte[token] + wpe[position] */
 static void gpt_cuda_embed_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w) {
-    if (gpu->bf16) gpt_cuda_embed_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w);
+    if (gpu->bf16) gpt_cuda_embed_forward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), w);
     else gpt_cuda_embed_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w);
 }
 
 /* x of layer l+1 from x of layer l */
 static void gpt_cuda_block_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w, int l) {
-    if (gpu->bf16) gpt_cuda_block_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, l);
+    if (gpu->bf16) gpt_cuda_block_forward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), w, l);
     else gpt_cuda_block_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, l);
 }
 
 /* Logits from x of layer L: final norm, then the product with wte */
 static void gpt_cuda_head_forward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w) {
-    if (gpu->bf16) gpt_cuda_head_forward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w);
+    if (gpu->bf16) gpt_cuda_head_forward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), w);
     else gpt_cuda_head_forward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w);
 }
 
 /* *gpu->loss = mean cross-entropy in nats, and its gradients by the logits */
 static void gpt_cuda_loss(gpt_cuda *gpu, const gpt_config *cfg) {
-    if (gpu->bf16) gpt_cuda_loss(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg));
+    if (gpu->bf16) gpt_cuda_loss(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg));
     else gpt_cuda_loss(gpu, cfg, gpt_arrays_of<float>(gpu, cfg));
 }
 
 /* dx = gradient of x of layer L; g = but for wpe, which is not used */
 static void gpt_cuda_head_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
                                    void *const *g) {
-    if (gpu->bf16) gpt_cuda_head_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, g);
+    if (gpu->bf16) gpt_cuda_head_backward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), w, g);
     else gpt_cuda_head_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, g);
 }
 
 /* dx of layer l+1 becomes that of layer l; g[...] = the gradients of w[...] */
 static void gpt_cuda_block_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *w,
                                     void *const *g, int l) {
-    if (gpu->bf16) gpt_cuda_block_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), w, g, l);
+    if (gpu->bf16) gpt_cuda_block_backward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), w, g, l);
     else gpt_cuda_block_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), w, g, l);
 }
 
 /* g[GPT_WTE] += and g[GPT_WPE] = from dx of layer 0 */
 static void gpt_cuda_embed_backward(gpt_cuda *gpu, const gpt_config *cfg, void *const *g) {
-    if (gpu->bf16) gpt_cuda_embed_backward(gpu, cfg, gpt_arrays_of<gpt_bf16>(gpu, cfg), g);
+    if (gpu->bf16) gpt_cuda_embed_backward(gpu, cfg, gpt_arrays_of<gpu_bf16>(gpu, cfg), g);
     else gpt_cuda_embed_backward(gpu, cfg, gpt_arrays_of<float>(gpu, cfg), g);
 }
 
 /* Logits of the last position of the first sequence, on the device, (V) */
 static const float *gpt_cuda_last_logits(const gpt_cuda *gpu, const gpt_config *cfg) {
-    const float *logits = gpu->bf16 ? gpt_arrays_of<gpt_bf16>(gpu, cfg).logits
+    const float *logits = gpu->bf16 ? gpt_arrays_of<gpu_bf16>(gpu, cfg).logits
                                     : gpt_arrays_of<float>(gpu, cfg).logits;
     return logits + (size_t)(cfg->context - 1) * (size_t)cfg->vocab;
 }
 
 static void gpt_cuda_destroy(gpt_cuda *gpu) {
-    if (gpu->blas) (void)cublasDestroy(gpu->blas);
+    gpu_math_stop(gpu);
     if (gpu->memory) (void)cudaFree(gpu->memory);
     memset(gpu, 0, sizeof *gpu);
 }
@@ -1038,7 +740,7 @@ static void gpt_cuda_destroy(gpt_cuda *gpu) {
 static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream_t stream,
                            gpt_cuda *gpu) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
-    gpt_arrays<gpt_bf16> half;
+    gpt_arrays<gpu_bf16> half;
     gpt_arrays<float> single;
     size_t used = 0;
     memset(gpu, 0, sizeof *gpu);
@@ -1046,23 +748,14 @@ static int gpt_cuda_create(const gpt_config *cfg, int bf16, int tf32, cudaStream
     gpu->compute = tf32 && !bf16 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     gpu->stream = stream;
     const size_t arrays = bf16 ? gpt_place(cfg, NULL, &half) : gpt_place(cfg, NULL, &single);
-    gpu->nbytes = arrays + 2 * gpt_pieces(BT, 256) * 256 + 256;
-    gpt_cuda_check(gpu, cudaMalloc((void **)&gpu->memory, gpu->nbytes), "activations");
+    gpu->nbytes = arrays + 2 * gpu_pieces(BT, 256) * 256 + 256;
+    gpu_check(gpu, cudaMalloc((void **)&gpu->memory, gpu->nbytes), "activations");
     if (gpu->error) return -1;
-    gpt_take_array(&gpu->inputs, gpu->memory, &used, BT);
-    gpt_take_array(&gpu->targets, gpu->memory, &used, BT);
-    gpt_take_array(&gpu->loss, gpu->memory, &used, 1);
+    gpu_take_array(&gpu->inputs, gpu->memory, &used, BT);
+    gpu_take_array(&gpu->targets, gpu->memory, &used, BT);
+    gpu_take_array(&gpu->loss, gpu->memory, &used, 1);
     gpu->arrays = gpu->memory + used;
-    // If cuBLAS splits a sum, its partial sums stay f32 even if the result is bf16.
-    if (cublasCreate(&gpu->blas) != CUBLAS_STATUS_SUCCESS ||
-        cublasSetStream(gpu->blas, stream) != CUBLAS_STATUS_SUCCESS ||
-        cublasSetMathMode(gpu->blas, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION) !=
-            CUBLAS_STATUS_SUCCESS) {
-        gpu->failed = "cuBLAS";
-        gpu->error = "it could not be started";
-        return -1;
-    }
-    return 0;
+    return gpu_math_start(gpu);
 }
 
 #endif // GPT_CUDA_H

@@ -67,23 +67,6 @@ static fsdp_status gpu_status(const trainer *t) {
     return FSDP_ERR_BACKEND;
 }
 
-/* Device memory of the size, filled with zeros; `what` is for the message. */
-static void *gpu_alloc(gpt_cuda *gpu, size_t nbytes, const char *what) {
-    void *data = NULL;
-    if (gpu->error) return NULL;
-    gpt_cuda_check(gpu, cudaMalloc(&data, nbytes), what);
-    if (data) gpt_cuda_check(gpu, cudaMemsetAsync(data, 0, nbytes, gpu->stream), what);
-    return data;
-}
-
-/* A few bytes from the device; waits for everything before them in the stream. */
-static void gpu_read(gpt_cuda *gpu, void *to, const void *from, size_t nbytes) {
-    if (gpu->error) return;
-    gpt_cuda_check(gpu, cudaMemcpyAsync(to, from, nbytes, cudaMemcpyDeviceToHost, gpu->stream),
-                   "reading a result");
-    gpt_cuda_check(gpu, cudaStreamSynchronize(gpu->stream), "waiting for a result");
-}
-
 // The default stream is where fsdp.h expects the caller's work; fsdp_set_stream names another one.
 static fsdp_status open_stream(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
@@ -91,8 +74,8 @@ static fsdp_status open_stream(trainer *t) {
         fprintf(stderr, PROGRAM ": --graph is for one rank, this world has %d\n", t->num_ranks);
         return FSDP_ERR_INVALID_ARG;
     }
-    gpt_cuda_check(&rank->gpu, cudaStreamCreateWithFlags(&rank->stream, cudaStreamNonBlocking),
-                   "a stream");
+    gpu_check(&rank->gpu, cudaStreamCreateWithFlags(&rank->stream, cudaStreamNonBlocking),
+              "a stream");
     const fsdp_status status = gpu_status(t);
     return status ? status : fsdp_set_stream(t->world, rank->stream);
 }
@@ -117,10 +100,10 @@ static fsdp_status open_math(trainer *t) {
         rank->text = (uint8_t *)gpu_alloc(&rank->gpu, j->text_nbytes, "the text");
     }
     if (rank->text) {
-        gpt_cuda_check(&rank->gpu,
-                       cudaMemcpyAsync(rank->text, j->text, j->text_nbytes, cudaMemcpyHostToDevice,
-                                       rank->gpu.stream),
-                       "the text");
+        gpu_check(&rank->gpu,
+                  cudaMemcpyAsync(rank->text, j->text, j->text_nbytes, cudaMemcpyHostToDevice,
+                                  rank->gpu.stream),
+                  "the text");
     }
     return gpu_status(t);
 }
@@ -187,11 +170,11 @@ struct take_batch {
     size_t text_nbytes;
     uint64_t seed;
     int step, first, context;
-    GPT_RUN void run(int64_t b) const {
-        const uint8_t *from =
-            text + sequence_start(seed, step, first + (int)b, text_nbytes, context);
+    GPU_RUN void run(int64_t b) const {
+        const uint8_t *from = text +
+                              sequence_start(seed, step, first + (int)b, text_nbytes, context);
         const int64_t to = b * context;
-        for (int i = gpt_lane(); i < context; i += GPT_LANES) {
+        for (int i = gpu_lane(); i < context; i += GPU_LANES) {
             inputs[to + i] = from[i];
             targets[to + i] = from[i + 1];
         }
@@ -205,7 +188,7 @@ static void fill_batch(const trainer *t, int step) {
     const take_batch kernel = {gpu_rank_of(t)->text,   gpu->inputs,   gpu->targets,
                                j->text_nbytes,         j->opt.seed,   step,
                                t->rank * t->cfg.batch, t->cfg.context};
-    gpt_launch(gpu, t->cfg.batch, kernel);
+    gpu_launch(gpu, t->cfg.batch, kernel);
 }
 
 static void forward(trainer *t) {
@@ -267,13 +250,13 @@ static fsdp_status capture(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
     gpt_cuda *gpu = &rank->gpu;
     cudaGraph_t graph = NULL;
-    gpt_cuda_check(gpu, cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal),
-                   "a capture");
+    gpu_check(gpu, cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal),
+              "a capture");
     if (gpu->error) return gpu_status(t);
     const fsdp_status status = clipped_gradients(t);
-    gpt_cuda_check(gpu, cudaStreamEndCapture(gpu->stream, &graph), "a capture");
+    gpu_check(gpu, cudaStreamEndCapture(gpu->stream, &graph), "a capture");
     if (!graph) return status ? status : gpu_status(t);
-    gpt_cuda_check(gpu, cudaGraphInstantiate(&rank->graph, graph, 0), "a graph");
+    gpu_check(gpu, cudaGraphInstantiate(&rank->graph, graph, 0), "a graph");
     (void)cudaGraphDestroy(graph);
     return status ? status : gpu_status(t);
 }
@@ -283,7 +266,7 @@ static fsdp_status all_but_update(trainer *t, int step) {
     if (!t->j->opt.graph || step < EAGER_STEPS) return clipped_gradients(t);
     const fsdp_status status = rank->graph ? FSDP_OK : capture(t);
     if (status) return status;
-    gpt_cuda_check(&rank->gpu, cudaGraphLaunch(rank->graph, rank->gpu.stream), "a graph");
+    gpu_check(&rank->gpu, cudaGraphLaunch(rank->graph, rank->gpu.stream), "a graph");
     return gpu_status(t);
 }
 
@@ -351,10 +334,10 @@ static void plain_alloc(const trainer *t, gpu_rank *rank) {
 static void plain_narrow(gpu_rank *rank) {
     const fsdp_block block = plain_block(rank);
     if (!rank->half_params || rank->gpu.error) return;
-    gpt_cuda_check(&rank->gpu,
-                   (cudaError_t)fsdp_cuda_copy(rank->gpu.stream, rank->half_params, FSDP_BF16,
-                                               rank->params, FSDP_F32, &block, 1, 1.0, 0),
-                   "bf16 parameters");
+    gpu_check(&rank->gpu,
+              (cudaError_t)fsdp_cuda_copy(rank->gpu.stream, rank->half_params, FSDP_BF16,
+                                          rank->params, FSDP_F32, &block, 1, 1.0, 0),
+              "bf16 parameters");
 }
 
 static fsdp_status plain_build(trainer *t) {
@@ -379,12 +362,12 @@ static fsdp_status plain_build(trainer *t) {
     plain_alloc(t, rank);
     if (!rank->gpu.error) {
         plain_place(t, values);
-        gpt_cuda_check(&rank->gpu,
-                       cudaMemcpyAsync(rank->params, values, (size_t)rank->numel * sizeof *values,
-                                       cudaMemcpyHostToDevice, rank->gpu.stream),
-                       "parameters");
+        gpu_check(&rank->gpu,
+                  cudaMemcpyAsync(rank->params, values, (size_t)rank->numel * sizeof *values,
+                                  cudaMemcpyHostToDevice, rank->gpu.stream),
+                  "parameters");
         plain_narrow(rank);
-        gpt_cuda_check(&rank->gpu, cudaStreamSynchronize(rank->gpu.stream), "parameters");
+        gpu_check(&rank->gpu, cudaStreamSynchronize(rank->gpu.stream), "parameters");
     }
     free(values);
     return gpu_status(t);
@@ -427,7 +410,7 @@ static void plain_clip(gpu_rank *rank) {
         error = fsdp_cuda_clip(gpu->stream, rank->grads, FSDP_F32, &block, 1, MAX_GRAD_NORM, 2.0,
                                rank->norm);
     }
-    gpt_cuda_check(gpu, (cudaError_t)error, "clipping");
+    gpu_check(gpu, (cudaError_t)error, "clipping");
 }
 
 /* AdamW as in create_optimizer, of `count` elements from `at` on; update: 1 is the first. */
@@ -451,7 +434,7 @@ static void plain_update(gpu_rank *rank, int64_t at, int64_t count, double lr, d
     u.scalars[5] = eps;
     u.scalars[6] = -(lr / (1.0 - pow(beta1, update)));
     if (rank->gpu.error) return;
-    gpt_cuda_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u, 1), "AdamW");
+    gpu_check(&rank->gpu, (cudaError_t)fsdp_cuda_update(rank->gpu.stream, &u, 1), "AdamW");
 }
 
 static fsdp_status plain_step(trainer *t, int step, int look, double *loss, double *norm) {
@@ -488,10 +471,10 @@ static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     void *we[GPT_EMBED_PARAM_COUNT], *w[GPT_BLOCK_PARAM_COUNT];
     cfg.batch = 1;
     cfg.context = length;
-    gpt_cuda_check(gpu,
-                   cudaMemcpyAsync(gpu->inputs, t->inputs, (size_t)length, cudaMemcpyHostToDevice,
-                                   gpu->stream),
-                   "the text");
+    gpu_check(gpu,
+              cudaMemcpyAsync(gpu->inputs, t->inputs, (size_t)length, cudaMemcpyHostToDevice,
+                              gpu->stream),
+              "the text");
     fsdp_status status = fsdp_pre_forward(t->embed);
     unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
     if (t->rank == 0) gpt_cuda_embed_forward(gpu, &cfg, we);

@@ -119,6 +119,7 @@ typedef struct llama_acts_desc {
     // Writes elements first .. first + count - 1 of a parameter of that kind as floats. NULL: every
     // kind is 0
     void (*convert)(float *to, const void *w, int kind, int64_t first, int64_t count);
+    const struct llama_engine *engine; // of llama_model.h; NULL: this file computes
 } llama_acts_desc;
 
 // Memory of a forward and a backward; one allocation.
@@ -142,6 +143,7 @@ typedef struct llama_acts {
     float *logits;          // (loss_rows, V)
     float *room;            // of converted parameters
     int64_t room_numel;
+    void *own; // of an engine, which has arrays of its own
 } llama_acts;
 
 // An allocation that is measured first: base NULL.

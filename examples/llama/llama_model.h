@@ -298,7 +298,18 @@ typedef struct llama_model {
     char why[LLAMA_WHY];                     // the first failure of a read on this rank
 } llama_model;
 
+// Another arithmetic than that of llama.h, for llama_acts_desc.engine: activations and passes.
+typedef struct llama_engine {
+    fsdp_dtype dtype; // of gathered parameters and gradients; KEEP: f32, as shards are
+    size_t (*nbytes)(const llama_config *c, const llama_acts_desc *desc);
+    int (*create)(llama_model *m); // 0; else -1 and m->why may have a line
+    void (*destroy)(llama_model *m);
+    double (*pass)(llama_model *m, const int32_t *tokens, const int32_t *labels, int B,
+                   double scale, int *failed); // as llama_model_pass, without logits
+} llama_engine;
+
 static inline void llama_model_destroy(llama_model *m) {
+    if (m->acts.own) m->acts.desc.engine->destroy(m);
     fsdp_model_destroy(m->model);
     llama_acts_destroy(&m->acts);
     free(m->layers), free(m->kinds);
@@ -378,6 +389,7 @@ static inline int llama_add_units(llama_model *m, const fsdp_checkpoint_reader *
 static inline int llama_model_create(llama_model *m, fsdp_world *world, const llama_config *c,
                                      const llama_lora *lora, const fsdp_checkpoint_reader *files,
                                      const llama_acts_desc *desc, char *why, size_t cap) {
+    fsdp_model_desc model = FSDP_ZERO;
     memset(m, 0, sizeof *m);
     m->c = *c, m->world = world, m->acts.desc = *desc;
     if (lora) {
@@ -385,7 +397,9 @@ static inline int llama_model_create(llama_model *m, fsdp_world *world, const ll
         m->acts.desc.rank = lora->rank, m->acts.desc.convert = llama_convert;
         m->acts.desc.lora_scale = lora->rank ? (float)(lora->alpha / lora->rank) : 0.0f;
     }
-    m->acts.nbytes = llama_acts_nbytes(c, &m->acts.desc);
+    m->acts.nbytes = desc->engine ? desc->engine->nbytes(c, desc)
+                                  : llama_acts_nbytes(c, &m->acts.desc);
+    if (desc->engine) model.param_dtype = desc->engine->dtype;
     m->layers = (fsdp_unit **)calloc((size_t)c->layers, sizeof(fsdp_unit *));
     m->kinds = (uint8_t(*)[LLAMA_PARAMS])calloc((size_t)llama_num_units(c), sizeof *m->kinds);
     const int failed = !m->layers || !m->kinds || !m->acts.nbytes;
@@ -396,7 +410,7 @@ static inline int llama_model_create(llama_model *m, fsdp_world *world, const ll
     // a rank that fails alone must not leave the others in a collective
     if (llama_model_agree(m, failed, why, cap)) return -1;
     return llama_model_agree(m,
-                             fsdp_model_create(world, NULL, &m->model) ||
+                             fsdp_model_create(world, &model, &m->model) ||
                                  llama_add_units(m, files) ||
                                  fsdp_set_gradient_divide_factor(m->model, NULL, 1.0),
                              why, cap);
@@ -444,8 +458,9 @@ static inline int llama_model_fill(llama_model *m, void (*fill)(void *, const fs
                                    void *user, char *why, size_t cap) {
     const llama_acts_desc desc = m->acts.desc;
     const size_t nbytes = m->acts.nbytes;
-    const int failed = llama_acts_create(&m->c, &desc, &m->acts);
-    if (failed) {
+    const int failed = desc.engine ? desc.engine->create(m)
+                                   : llama_acts_create(&m->c, &desc, &m->acts);
+    if (failed && !m->why[0]) {
         snprintf(m->why, sizeof m->why, "no memory for activations: expected %zu bytes", nbytes);
     }
     if (llama_model_agree(m, failed, why, cap)) return -1;
@@ -570,6 +585,8 @@ static inline fsdp_status llama_model_layers(llama_model *m, llama_acts *a, cons
    rank's losses, in nats; *failed, if there was an error. Collective. */
 static inline double llama_model_pass(llama_model *m, const int32_t *tokens, const int32_t *labels,
                                       int B, double scale, float *logits, int *failed) {
+    const llama_engine *engine = m->acts.desc.engine;
+    if (engine) return engine->pass(m, tokens, labels, B, scale, failed);
     (void)llama_model_layers(m, &m->acts, tokens, B); // the end returns a failure
     const double loss = llama_model_loss(m, labels, B, scale, logits);
     *failed = 0;
