@@ -4,13 +4,13 @@
 
    SPDX-License-Identifier: MIT */
 #define FSDP_BACKEND_FAKE 1 /* beside those of the variant: never the default */
-#ifdef HARNESS_H          /* in a test: the compiler leaves out what the test does not reach */
-#pragma GCC system_header /* the one object shows the warnings */
-/* If the compiler inlines nothing, the linker takes public functions from the one object, so that a
+#ifdef HARNESS_H            /* in a test: the compiler leaves out what the test does not reach */
+#pragma GCC system_header   /* the one object shows the warnings */
+/* If gcc inlines nothing, the linker takes public functions from the one object, so that a
    test compiles only the private functions that it calls. A private function that keeps an error in
    this thread keeps it in the test's copy. A test whose macros change what the library calls
    defines LIBRARY_WHOLE, and compiles everything. */
-#if defined(__NO_INLINE__) && !defined(LIBRARY_WHOLE)
+#if defined(__NO_INLINE__) && !defined(__clang__) && !defined(LIBRARY_WHOLE)
 #define LIBRARY_APART
 #define FSDP_API extern __inline __attribute__((__gnu_inline__))
 #else
