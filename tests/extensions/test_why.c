@@ -1377,6 +1377,10 @@ TEST(why, fit) {
             CHECK_NEAR(latency, second < 2 * first ? (double)(2 * first - second) : 0, 1e-6);
             CHECK_NEAR(2 * latency + (rate > 0 ? 2 * 3000 / rate : 0), (double)(first + second),
                        1e-6);
+            for (int i = 0; i < 4; i++) r[i].kind = FSDP_OP_ALL_REDUCE; /* moves bytes twice */
+            helps_fit(&h, FSDP_OP_ALL_REDUCE, 2, &latency, &rate);
+            CHECK_NEAR(2 * latency + (rate > 0 ? 3000 / rate : 0), (double)(first + second), 1e-6);
+            for (int i = 0; i < 4; i++) r[i].kind = FSDP_OP_ALL_GATHER;
         }
 }
 
