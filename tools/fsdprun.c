@@ -914,8 +914,8 @@ static int agree_on_count(job *j, char *error, size_t cap) {
     return 0;
 }
 
-// Shows the other nodes whether only stopped ranks are left here. Without an answer of the store the
-// next look shows it again.
+// Shows the other nodes whether only stopped ranks are left here. Without an answer of the store
+// the next look shows it again.
 static void show_stopped(job *j, int is_so) {
     char key[32];
     if (!j->nodes_store || is_so == j->is_shown) return;
@@ -932,8 +932,8 @@ static int node_stands(const job *j, int node) {
            (!hear_node(j, "stopped", node, text, sizeof text, MOMENT_MS) && *text == '1');
 }
 
-// Returns 1 if no rank of another node runs. After the ranks of node 0 have ended well, its store is
-// closed, and nothing is heard of the others.
+// Returns 1 if no rank of another node runs. After the ranks of node 0 have ended well, its store
+// is closed, and nothing is heard of the others.
 static int others_stand(const job *j) {
     if (j->nodes == 1) return j->done > 0;
     if (!j->nodes_store) return 0;

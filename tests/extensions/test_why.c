@@ -1354,17 +1354,21 @@ TEST(why, lead) {
     }
 }
 
-/* If the fit's latency would be below 0, it is all rate: a record takes as long as it took. */
+/* If the fit's latency would be below 0, it is all rate: a record takes as long as it took. Records
+   of clipping, and those outside of the step, do not count. */
 TEST(why, fit) {
-    fsdpi_tr_event r[2];
+    fsdpi_tr_event r[4];
     fsdpi_tr_rank rank;
     fsdpi_why y;
     helps h;
     double latency, rate;
     memset(r, 0, sizeof r), memset(&rank, 0, sizeof rank);
     memset(&y, 0, sizeof y), memset(&h, 0, sizeof h);
-    h.rank = &rank, h.why = &y, y.step.end = 100000, rank.records = r, rank.num_records = 2;
-    r[0].kind = r[1].kind = FSDP_OP_ALL_GATHER;
+    h.rank = &rank, h.why = &y, y.step.end = 100000, rank.records = r, rank.num_records = 4;
+    y.step.begin = 1;
+    for (int i = 0; i < 4; i++) r[i].kind = FSDP_OP_ALL_GATHER;
+    r[2].label = FSDP_LABEL_CLIP, r[2].bytes = 8, r[2].begin_ns = 300, r[2].end_ns = 9000;
+    r[3].bytes = 8, r[3].end_ns = 9000; /* from 0 on */
     r[0].bytes = 1000, r[0].begin_ns = 10, r[1].bytes = 2000, r[1].begin_ns = 200;
     for (int64_t first = 50; first <= 1000; first += 50)
         for (int64_t second = first; second <= 3000; second += 50) {
@@ -1373,6 +1377,10 @@ TEST(why, fit) {
             CHECK_NEAR(latency, second < 2 * first ? (double)(2 * first - second) : 0, 1e-6);
             CHECK_NEAR(2 * latency + (rate > 0 ? 2 * 3000 / rate : 0), (double)(first + second),
                        1e-6);
+            for (int i = 0; i < 4; i++) r[i].kind = FSDP_OP_ALL_REDUCE; /* moves bytes twice */
+            helps_fit(&h, FSDP_OP_ALL_REDUCE, 2, &latency, &rate);
+            CHECK_NEAR(2 * latency + (rate > 0 ? 3000 / rate : 0), (double)(first + second), 1e-6);
+            for (int i = 0; i < 4; i++) r[i].kind = FSDP_OP_ALL_GATHER;
         }
 }
 
