@@ -548,10 +548,13 @@ nvcc() { # STANDARD FLAG...
     "$(value NVCC)" -std="$1" -arch=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings \
         -Xcompiler -Wall -I. "${@:2}"
 }
-gate_nvcc_gpt() { # STANDARD: the example in CUDA, as nvcc's optimizers see it
+gate_nvcc_gpt() { # STANDARD: the examples in CUDA, as nvcc's optimizers see them
+    local name
     need_nccl
-    "$(value NVCC)" -std="$1" -arch=sm_90 -I. -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) \
-        $(value CUBLAS_FLAGS) -c -o "$work/gpt.$1.o" examples/gpt/train_gpt.cu
+    for name in gpt llama; do
+        "$(value NVCC)" -std="$1" -arch=sm_90 -I. -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) \
+            $(value CUBLAS_FLAGS) -c -o "$work/$name.$1.o" examples/$name/train_$name.cu
+    done
 }
 gate_nvcc() { # STANDARD: the kernels, for a program in C, which tells that there is no GPU
     local libs program=$work/nvcc.$1

@@ -12,7 +12,7 @@
 #
 #   first      what the backend takes for granted of CUDA, and two ranks of NCCL alone
 #   kernels    the kernels beside the CPU's code
-#   parity     losses of the GPT beside the CPU's: one rank, without the library, as a CUDA graph
+#   parity     losses beside the CPU's: the GPT, also without the library or as a graph; Llamas
 #   multi      a GPU for each rank, where there are several
 #   ranks      several ranks share the first GPU: losses, conformance
 #   faults     ranks that die, stall or differ
@@ -53,6 +53,7 @@ table() {
         [ "$gpus" -lt 2 ] || multi $w
     done
     for w in 2 3; do echo "ranks parity.W=$w 8 beside parity $w"; done
+    echo 'parity llama 20 beside llama'
     for w in plain graph bf16 tf32; do echo "parity $w 6 beside parity 1 $w"; done
     for w in 2 3 1 4; do
         of=nccl/processes/W=$w only='' but=''
@@ -200,6 +201,14 @@ kind_parity_apart() { # RANKS
     one_gpu='' kind_parity "$1"
 }
 
+# Golden Llamas on one rank learn what the CPU program learns.
+kind_llama() {
+    local test=${dir%/nccl}/tests/test_llama_cuda # it runs both programs
+    [ -x "$test" ] || skip "no $test"
+    [ -x "$dir/examples/train_llama_cuda" ] || skip 'no train_llama_cuda: no cuBLAS?'
+    FSDP_BUILD=$dir $one_gpu "$test" --filter='llama_cuda.parity/*,1'
+}
+
 kind_bench() { tools/gpu_bench.sh ${FSDP_GPU_SMALL:+--small}; }
 
 # ---- the run ------------------------------------------------------------------------------------
@@ -211,7 +220,8 @@ fi
 since=${FSDP_GPU_SINCE:-$(date +%s)}
 if [ "${1-}" = --build ]; then
     tools/find_nccl.sh -g -o "$dir/nccl.mk" && make -s -j "$(nproc)" --no-print-directory \
-        BUILD="${dir%/nccl}" build-nccl examples/gpt/train_gpt tools/fsdprun || exit
+        BUILD="${dir%/nccl}" build-nccl examples/gpt/train_gpt examples/llama/train_llama tools/fsdprun \
+        "${dir%/nccl}/tests/test_llama_cuda" || exit
     echo "built within $(($(date +%s) - since)) s" && shift
 fi
 minutes=''
