@@ -220,8 +220,8 @@ fi
 since=${FSDP_GPU_SINCE:-$(date +%s)}
 if [ "${1-}" = --build ]; then
     tools/find_nccl.sh -g -o "$dir/nccl.mk" && make -s -j "$(nproc)" --no-print-directory \
-        BUILD="${dir%/nccl}" build-nccl examples/gpt/train_gpt examples/llama/train_llama tools/fsdprun \
-        "${dir%/nccl}/tests/test_llama_cuda" || exit
+        BUILD="${dir%/nccl}" build-nccl examples/gpt/train_gpt examples/llama/train_llama \
+        tools/fsdprun "${dir%/nccl}/tests/test_llama_cuda" || exit
     echo "built within $(($(date +%s) - since)) s" && shift
 fi
 minutes=''
