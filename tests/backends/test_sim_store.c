@@ -197,7 +197,9 @@ static void tell_place(job *j, const fsdpi_store_server *server) {
         char *colon = strncmp(a->place, "tcp:", 4) ? NULL : strrchr(a->place, ':');
         if (a->proc->host) continue;
         if (colon) snprintf(colon, 8, ":%d", fsdpi_store_port(server));
-        snprintf(a->served, sizeof a->served, "%s %s", a->place, j->name);
+        char served[sizeof a->served]; /* gcc takes the job for one object: -Wrestrict */
+        snprintf(served, sizeof served, "%s %s", a->place, j->name);
+        memcpy(a->served, served, sizeof served);
         a->proc->served = a->served;
     }
 }

@@ -1743,13 +1743,13 @@ TEST(extension, names) {
     CHECK_EQ_INT(fsdp_label_register(b.model, NULL), -1);
     CHECK_EQ_INT(fsdp_label_register(b.model, "a name that is longer than 31 bytes"), -1);
     for (int i = 2; i < 16; i++) {
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "l%d", i);
         CHECK_EQ_INT(fsdp_label_register(b.model, name), label + i);
     }
     CHECK_EQ_INT(fsdp_label_register(b.model, "one too many"), -1);
     for (int i = 0; i < 9; i++) {
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "p%d", i);
         CHECK_EQ_INT(fsdp_pool_register(b.model, name), i < 8 ? FSDP_POOL_COUNT + i : -1);
     }

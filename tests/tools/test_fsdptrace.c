@@ -99,7 +99,7 @@ static int rank_main(fsdp_world *w, void *arg) {
     e.op = on_op;
     if (fsdp_model_create(w, NULL, &m)) return 1;
     for (int i = 0; i < UNITS; i++) {
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "h.%d", i);
         fsdp_param_desc p[2] = {fsdp_mat("w", 8 + i, 16), fsdp_vec("b", 5)};
         fsdp_unit_desc ud = FSDP_ZERO;
