@@ -369,7 +369,10 @@ static void commit_peak(lab_rank *r) {
         r->heap->peak_bytes = before;
         CALL(r->w, fsdp_model_commit(m));
         const int64_t after = r->heap->live_bytes, peak = r->heap->peak_bytes;
-        const int64_t one = 4 * (COLS + 1) * ((rows[c / 2] + r->size - 1) / r->size);
+        int64_t one = 4 * (COLS + 1) * ((rows[c / 2] + r->size - 1) / r->size);
+#ifdef W_SANITIZED
+        one += 2 * LAYERS * 4096; /* the red zones of the loaded buffers */
+#endif
         CHECK_MSG(peak <= after + one, "%lld bytes before, %lld after, %lld at most; a unit has %lld",
                   (long long)before, (long long)after, (long long)peak, (long long)one);
         has_values(r, unit, rows[c / 2]);
