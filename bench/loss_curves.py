@@ -5,10 +5,11 @@
     train_gpt --optimizer adamw --csv adamw.csv ...; train_gpt --optimizer muon --csv muon.csv ...
     python3 bench/loss_curves.py -o docs/loss_curves.svg AdamW=adamw.csv Muon=muon.csv
 
-The files are those of train_gpt --csv.
+The files are those of train_gpt --csv, or, if their names end in .json, of train_llama --json.
 """
 import argparse
 import csv
+import json
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 320, 50, 40
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
@@ -16,7 +17,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 def means(path):
     with open(path) as f:
-        losses = [float(row["loss"]) for row in csv.DictReader(f)]
+        rows = map(json.loads, f) if path.endswith(".json") else csv.DictReader(f)
+        losses = [float(row["loss"]) for row in rows if "loss" in row]
     tens = [losses[i:i + 10] for i in range(0, len(losses) - 9, 10)]
     return [(10 * i + 5, sum(ten) / 10) for i, ten in enumerate(tens)]
 
