@@ -5,6 +5,9 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(SHM) | GLOO
 #include "harness.h"
+#include <linux/inet_diag.h>
+#include <linux/netlink.h>
+#include <linux/sock_diag.h>
 #include <sys/epoll.h>    /* epoll_ctl */
 #include <sys/resource.h> /* setrlimit */
 #include <sys/syscall.h>  /* SYS_epoll_ctl */
@@ -259,7 +262,9 @@ static void one_kill(int i, tally *sum) {
     munmap(j, sizeof *j);
 }
 TEST(gloo_faults, kill_9_at_seeded_points, SECONDS(120)) { kills(POINTS + 7, one_kill); }
-TEST(long_gloo_faults, kill_9_at_seeded_points, SECONDS(1200) | AT_NIGHT(GLOO)) { kills(5 * POINTS, one_kill); }
+TEST(long_gloo_faults, kill_9_at_seeded_points, SECONDS(1200) | AT_NIGHT(GLOO)) {
+    kills(5 * POINTS, one_kill);
+}
 
 /* ---- a rank that stalls ---------------------------------------------------------------------- */
 
@@ -291,7 +296,8 @@ static void all_timed_out(job *j, int except, int extra_ms, int is_alone) {
         const report *r = &j->rank[k];
         char alone[64];
         snprintf(alone, sizeof alone, "[E403] rank %d has not", j->victim);
-        int named = k == j->victim || (is_alone ? strstr(r->text, alone) != NULL : names(r->text, k, j->victim));
+        int named = k == j->victim ||
+                    (is_alone ? strstr(r->text, alone) != NULL : names(r->text, k, j->victim));
         if (k == except) continue;
         J_CHECK(j, r->status == FSDP_ERR_TIMEOUT, "rank %d did not get TIMEOUT", k);
         if (!named && busy_ms > 100) h_message("for %d ms busy: %s", (int)busy_ms, r->text);
@@ -681,21 +687,32 @@ static void pester(const struct sockaddr_in *to, uint64_t *random, int kept[KEPT
 }
 
 /* Finds the addresses with listeners in this namespace: the store, and ranks that connect.
-   Listeners at 127.127.127.127 accept no callers. */
+   Listeners at 127.127.127.127 accept no callers. The kernel's socket diagnosis walks only the
+   listeners, where /proc/net/tcp walks a table of all connections that are possible. */
 static int listening(struct sockaddr_in at[], int max) {
-    FILE *f = fopen("/proc/net/tcp", "r");
-    char line[256];
-    unsigned address, port, state;
-    int n = 0;
-    while (f && n < max && fgets(line, sizeof line, f)) {
-        if (sscanf(line, "%*d: %x:%x %*x:%*x %x", &address, &port, &state) != 3 || state != 10)
-            continue;
-        memset(&at[n], 0, sizeof *at);
-        at[n].sin_family = AF_INET;
-        at[n].sin_addr.s_addr = address;
-        at[n++].sin_port = htons((uint16_t)port);
+    struct {
+        struct nlmsghdr head;
+        struct inet_diag_req_v2 wanted;
+    } ask = {{sizeof ask, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP, 0, 0},
+             {AF_INET, IPPROTO_TCP, 0, 0, 1 << TCP_LISTEN, {0, 0, {0}, {0}, 0, {0}}}};
+    uint64_t text[1024]; /* aligned as its structs */
+    int n = 0, fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG), last = 0;
+    if (send(fd, &ask, sizeof ask, 0) != (ssize_t)sizeof ask) last = 1;
+    while (!last) {
+        ssize_t got = recv(fd, text, sizeof text, 0);
+        struct nlmsghdr *head = (struct nlmsghdr *)text;
+        last = got <= 0;
+        for (; !last && NLMSG_OK(head, got); head = NLMSG_NEXT(head, got)) {
+            const struct inet_diag_msg *said = (const struct inet_diag_msg *)NLMSG_DATA(head);
+            last = head->nlmsg_type != SOCK_DIAG_BY_FAMILY;
+            if (last || n == max) continue;
+            memset(&at[n], 0, sizeof *at);
+            at[n].sin_family = AF_INET;
+            at[n].sin_addr.s_addr = said->id.idiag_src[0];
+            at[n++].sin_port = said->id.idiag_sport;
+        }
     }
-    if (f) fclose(f);
+    if (fd >= 0) close(fd);
     return n;
 }
 
@@ -791,7 +808,9 @@ static void floods(int jobs) {
     CHECK(*touched > jobs);
 }
 TEST(gloo_faults, untrusted_peers_at_data_ports, SECONDS(120)) { floods(W_SLOW ? 4 : 12); }
-TEST(long_gloo_faults, untrusted_peers_at_data_ports, SECONDS(1200) | AT_NIGHT(GLOO)) { floods(300); }
+TEST(long_gloo_faults, untrusted_peers_at_data_ports, SECONDS(1200) | AT_NIGHT(GLOO)) {
+    floods(300);
+}
 
 /* An attacker on the network's path writes into the connections of a running job: Gloo throws in
    its own thread, and no process is ended by that. */
