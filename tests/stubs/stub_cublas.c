@@ -9,7 +9,7 @@
 #include "cublas_v2.h"
 
 #include <stdint.h> /* uint16_t, uint32_t */
-#include <stdlib.h> /* calloc, free */
+#include <stdlib.h> /* abort, calloc, free, malloc */
 #include <string.h> /* memcpy */
 
 struct cublasContext {
@@ -95,16 +95,30 @@ static void multiply(const void *params, unsigned index) {
     touch(&p->b, b, 0);
     if (p->beta != 0.0f) touch(&p->c, c, 0);
     touch(&p->c, c, 1);
-    for (int col = 0; col < p->n; col++) {
+    /* op(a) as f32, and the sums of a column: each sum adds its k products in their order. */
+    const size_t rows = (size_t)p->m;
+    float *left = (float *)malloc((rows * (size_t)p->k + rows) * sizeof(float));
+    if (!left) abort();
+    float *sums = left + rows * (size_t)p->k;
+    for (int i = 0; i < p->k; i++) {
         for (int row = 0; row < p->m; row++) {
-            float sum = 0.0f;
-            for (int i = 0; i < p->k; i++) sum += get(&p->a, a, row, i) * get(&p->b, b, i, col);
-            sum *= p->alpha;
+            left[(size_t)i * rows + (size_t)row] = get(&p->a, a, row, i);
+        }
+    }
+    for (int col = 0; col < p->n; col++) {
+        for (size_t row = 0; row < rows; row++) sums[row] = 0.0f;
+        for (int i = 0; i < p->k; i++) {
+            const float factor = get(&p->b, b, i, col), *from = left + (size_t)i * rows;
+            for (size_t row = 0; row < rows; row++) sums[row] += from[row] * factor;
+        }
+        for (int row = 0; row < p->m; row++) {
+            float sum = sums[row] * p->alpha;
             /* with beta 0 it must not be read: it may be a NaN */
             if (p->beta != 0.0f) sum += p->beta * get(&p->c, c, row, col);
             put(&p->c, c, row, col, sum);
         }
     }
+    free(left);
 }
 
 cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
