@@ -623,7 +623,7 @@ static int open_model(trainer *t, fsdp_checkpoint_reader *files, fsdp_checkpoint
     if (llama_model_create(&t->m, t->world, &config, o->lora.rank ? &o->lora : NULL, files, &acts,
                            why, sizeof why))
         return rank_failure(t, why);
-    if (fsdp_model_predict(t->m.model, &predicted))
+    if (llama_model_predict(&t->m, t->micros, o->accumulate, &predicted))
         return failure(t, "%s", fsdp_last_error(t->world));
     show_start(t, &predicted);
     if (o->predict) return EXIT_DONE;
