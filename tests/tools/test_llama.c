@@ -419,14 +419,14 @@ static const struct {
      "expected F32, BF16, F16 or F64, got I32", ""},
     {"renamed", "llama_tied", "", "model", 0, "model.norm.weight", "model.norm.weigh_",
      "model.norm.weight: expected a tensor [32], got none", ""},
-    {"cut", "llama_tied", "", "model", 1, NULL, NULL, "model.safetensors", ""},
+    {"cut", "llama_tied", "", "model", 1, NULL, NULL, "/model.safetensors: is cut off", ""},
     {"shard", "llama3_rope_shards", "", "model-00001", 0, NULL, NULL, "model-0000", ""},
     {"index", "llama3_rope_shards", "", "model.safetensors.index", 0, NULL, NULL, "model-0000", ""},
     {"bin", "llama_tied", "", "generation_config", 0, NULL, NULL,
      "pytorch_model.bin: expected model.safetensors, got another format: load the model with "
      "transformers",
      ""},
-    {"cut_bin", "llama_tied", "", "model", 1, NULL, NULL, "is cut off", ""},
+    {"cut_bin", "llama_tied", "", "model", 1, NULL, NULL, "/model.safetensors: is cut off", ""},
     {"other_bin", "llama_tied", "", "model", 0, NULL, NULL, NULL, ""},
     {"extra", "llama_tied", "\"num_hidden_layers\": 1", "model", 0, NULL, NULL, NULL,
      "model.layers.1.input_layernorm.weight: the model has no such parameter; it and all others "
@@ -459,6 +459,7 @@ TEST_P(llama, files, files, 0) {
     CHECK_MSG(strstr(why, row->line ? row->line : "") && !strchr(why, '\n'), "%s", why);
     CHECK(!*why == !row->line && (reader != NULL) == !row->line);
     CHECK_MSG(strstr(extra, row->extra) && !*extra == !*row->extra, "%s", extra);
+    CHECK(!row->line || strstr(why, h_tmpdir()));
     if (row->line) h_message("%s", why);
     fsdp_checkpoint_close(reader);
 }
