@@ -371,8 +371,13 @@ static int open_job(job *j) {
         return impossible("nothing to do: expected --data, --eval-data, --sample, --export or "
                           "--predict");
     o->resume |= o->save && is_started_again();
-    if (llama_config_read(o->model, &j->config, why, sizeof why) ||
-        llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
+    if (llama_config_read(o->model, &j->config, why, sizeof why)) return impossible("%s", why);
+#ifdef LLAMA_ON_GPU
+    if (j->config.head_dim > LLAMA_CUDA_HEAD)
+        return impossible("%s/config.json: head_dim: expected at most %d, got %d", o->model,
+                          (int)LLAMA_CUDA_HEAD, j->config.head_dim);
+#endif
+    if (llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
         return impossible("%s", why);
     fsdp_checkpoint_close(files);
     if (open_lora(j)) return EXIT_IMPOSSIBLE;
@@ -389,9 +394,6 @@ static int open_job(job *j) {
                           o->prompt_count ? "sample"
                           : o->adapter    ? "adapter"
                                           : "lora");
-    if (j->config.head_dim > LLAMA_CUDA_HEAD)
-        return impossible("%s/config.json: head_dim: expected at most %d, got %d", o->model,
-                          (int)LLAMA_CUDA_HEAD, j->config.head_dim);
 #endif
     FILE *json = o->json ? fopen(o->json, "a") : NULL;
     if (o->json && !json) return impossible("--json %s: %s", o->json, strerror(errno));

@@ -11,7 +11,7 @@
 
 #include <math.h> // fabs
 
-enum { TOKENS = 330, VOCAB = 60, OUTPUT = 1 << 16, STEPS = 3 };
+enum { TOKENS = 350, VOCAB = 60, OUTPUT = 1 << 16, STEPS = 3 };
 
 static char output[OUTPUT]; // both streams of the last run
 
@@ -72,7 +72,8 @@ typedef struct curve {
     double loss[STEPS], norm[STEPS], eval;
 } curve;
 
-// Eight rows of 20 tokens a step; the rows of the evaluation are not divided evenly by 2 ranks.
+// Eight rows of 20 tokens a step. The evaluation has 17 rows: on 2 ranks the second one has none of
+// the last microbatch.
 #define TRAIN                                                                                      \
     "--steps 3 --batch 8 --context 20 --lr 1e-3 --ce-rows 7 --data %s/t.bin --mask %s/t.mask "     \
     "--eval-data %s/t.bin --json %s/json "
@@ -129,6 +130,9 @@ static const struct {
     {"llama_untied_bias,2", "llama_untied_bias", OVER_NCCL, "--ranks 2 "},
     {"llama3_rope_shards,1", "llama3_rope_shards", OVER_NCCL, "--ranks 1 "},
     {"qwen2_untied,2,accumulate", "qwen2_untied", OVER_NCCL, "--ranks 2 --micro 2 --accumulate "},
+    {"llama3_rope_old,2", "llama3_rope_old", OVER_NCCL, "--ranks 2 "},
+    {"qwen2_tied,1", "qwen2_tied", OVER_NCCL, "--ranks 1 "},
+    {"llama_quant,2", "llama_quant", OVER_NCCL, "--ranks 2 "},
     {"qwen3_tied,2,recompute", "qwen3_tied", OVER_NCCL, "--ranks 2 --micro 1 --recompute "},
 };
 
@@ -197,6 +201,23 @@ TEST_P(llama_cuda, refuses, refusals) {
     CHECK_EQ_INT(run(OVER_NCCL, cuda_program(), "llama_tied", args), 2);
     CHECK_EQ_INT(strncmp(output, row->says, strlen(row->says)), 0);
     CHECK(strchr(output, '\n') == strrchr(output, '\n')); // one line
+}
+
+/* A head that a warp cannot hold: refused before the files are read. */
+TEST(llama_cuda, refuses_large_heads) {
+    char args[1500], says[700];
+    const char *dir = h_tmpdir();
+    prepare();
+    snprintf(args, sizeof args,
+             "cp -r %s/llama/qwen3_tied/model %s/m && chmod -R u+w %s/m && "
+             "sed -i 's/\"head_dim\": 12/\"head_dim\": 258/' %s/m/config.json",
+             golden_dir(), dir, dir, dir);
+    CHECK_EQ_INT(system(args), 0);
+    snprintf(args, sizeof args, "--model %s/m --data %s/t.bin --context 20", dir, dir);
+    CHECK_EQ_INT(run(OVER_NCCL, cuda_program(), "qwen3_tied", args), 2);
+    snprintf(says, sizeof says,
+             "train_llama_cuda: %s/m/config.json: head_dim: expected at most 256, got 258\n", dir);
+    CHECK_EQ_STR(output, says);
 }
 
 TEST(llama_cuda, help) {
