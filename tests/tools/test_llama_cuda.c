@@ -105,17 +105,21 @@ static void train(const char *environment, const char *program, const char *mode
 
 static double apart(double a, double b) { return fabs(a - b) / fabs(a); }
 
-static void check_same(const curve *cpu, const curve *gpu, double loss_limit, double norm_limit) {
-    double loss = apart(cpu->eval, gpu->eval), norm = 0.0;
-    for (int i = 0; i < STEPS; i++) {
-        const double dl = apart(cpu->loss[i], gpu->loss[i]), dn = apart(cpu->norm[i], gpu->norm[i]);
-        CHECK(dl >= 0.0 && dn >= 0.0); // numbers
+/* `moved`: a loss may also differ by this share of how far training has moved it: AdamW turns the
+   rounding of a gradient near zero into a part of the learning rate. */
+static void check_same(const curve *cpu, const curve *gpu, double loss_limit, double moved,
+                       double norm_limit) {
+    double loss = 0.0, norm = 0.0;
+    for (int i = 0; i <= STEPS; i++) {
+        const double want = i < STEPS ? cpu->loss[i] : cpu->eval;
+        const double dl = apart(want, i < STEPS ? gpu->loss[i] : gpu->eval);
+        const double dn = i < STEPS ? apart(cpu->norm[i], gpu->norm[i]) : 0.0;
+        CHECK(dl <= loss_limit + moved * apart(want, cpu->loss[0]));
+        CHECK(dn <= norm_limit);
         if (dl > loss) loss = dl;
         if (dn > norm) norm = dn;
     }
     h_message("largest difference: loss %.2g, norm %.2g, relative", loss, norm);
-    CHECK(loss <= loss_limit);
-    CHECK(norm <= norm_limit);
 }
 
 // Device memory that the host cannot read, and concurrent streams: as on a GPU.
@@ -137,7 +141,7 @@ static const struct {
 };
 
 /* In f32 losses and norms are those of the CPU, within what the specification gives to three steps;
-   in bf16, of 8 bits, within 2e-3 and 3e-2. */
+   in bf16, of 8 bits, within 2e-3 (and 5 % of how far the loss has moved) and 3e-2. */
 TEST_P(llama_cuda, parity, runs, SECONDS(120)) {
     curve cpu, gpu;
     char options[200];
@@ -147,10 +151,10 @@ TEST_P(llama_cuda, parity, runs, SECONDS(120)) {
     CHECK(cpu.eval < cpu.loss[0]); // it learns: equal losses mean something
     snprintf(options, sizeof options, "%s --f32", row->options);
     train(row->environment, program, row->model, options, &gpu);
-    check_same(&cpu, &gpu, 1e-5, 1e-4);
+    check_same(&cpu, &gpu, 1e-5, 0.0, 1e-4);
     train(row->environment, program, row->model, row->options, &gpu);
     CHECK(gpu.loss[0] != cpu.loss[0]); // it is another arithmetic
-    check_same(&cpu, &gpu, 2e-3, 3e-2);
+    check_same(&cpu, &gpu, 2e-3, 0.05, 3e-2);
 }
 
 /* Returns the number that follows a text in the output. */
