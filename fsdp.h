@@ -1559,9 +1559,11 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory  - what is allocated now
    fsdp_model_predict - what will be allocated after a training step. It assumes one forward of
    every unit in the order of creation and one backward in the reverse order; if the model reshards
-   after forward, units that never do are open while those that do run. It allocates nothing on the
-   device. It does not count scratch of fsdp_param_full and buffers of extensions: plans, states of
-   optimizers, averages
+   after forward, units that never do are open while those that do run, as a root or a tied
+   embedding is. It cannot know that a unit which never reshards opens after others have closed, as
+   a head is open around the loss only: then it may count a slot too many, unless in_order is set.
+   It allocates nothing on the device. It does not count scratch of fsdp_param_full and buffers of
+   extensions: plans, states of optimizers, averages
    fsdp_model_predict_step - the same of a step of microbatches that differ from the last one
    desc        NULL: one microbatch. What the model is set to now does not count
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
@@ -1572,7 +1574,8 @@ typedef struct fsdp_predict_desc {
     int32_t without_sync;       // 1: fsdp_set_requires_gradient_sync 0 before the last microbatch
     int32_t without_all_reduce; // 1: fsdp_set_requires_all_reduce 0
     int32_t without_reshard;    // 1: fsdp_set_reshard_after_backward 0
-    int32_t reserved;
+    int32_t in_order; // 1: each unit opens at its place in the order of creation, also one that
+                      // never reshards
     uint64_t end_canary;
 } fsdp_predict_desc;
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);

@@ -237,7 +237,7 @@ static int run_it(const setting *s, outcome *out, int show) {
         x.fake.bus_bytes = 0;
         for (int left = want.before; left >= 0 && !status; left--) {
             status = fsdp_set_requires_gradient_sync(x.m, NULL, !left || !s->keeps);
-            if (!status) status = fsdpi_predict_step(x.m);
+            if (!status) status = fsdpi_predict_step(x.m, 0);
         }
         if (!status && muon && !s->offload) status = fsdp_muon_step(muon, 0);
         if (!status) status = fsdp_zero_grad(x.m);

@@ -37,10 +37,11 @@ typedef struct job {
     char extra[LLAMA_WHY]; // tensors that the model does not have, or ""
 } job;
 
+// In one write: other ranks print, too.
 static void print_line(const char *form, va_list args) {
-    fputs(PROGRAM ": ", stderr);
-    vfprintf(stderr, form, args);
-    fputc('\n', stderr);
+    char text[LLAMA_WHY + 200];
+    vsnprintf(text, sizeof text, form, args);
+    fprintf(stderr, PROGRAM ": %s\n", text);
 }
 
 /* Prints one line on each host: files may be missing on one of them. Returns EXIT_IMPOSSIBLE. */
@@ -105,7 +106,9 @@ static const char HELP[] =
     "  --sample IDS       continue these tokens greedily: numbers with commas\n"
     "  --new N            by N tokens (24)\n"
     "  --predict          print the memory of a rank, and end\n"
-    "  --json FILE        write one JSON line for each step\n"
+    "  --json FILE        write one JSON line for each step, or of --predict; a resume removes "
+    "the\n"
+    "                     lines of steps that it makes again\n"
 #ifdef LLAMA_ON_GPU
     "  --f32              compute with f32 in place of bf16\n"
 #endif
@@ -177,8 +180,11 @@ static int parse_real(const real_option *option, const char *text) {
     char *end;
     const double value = strtod(text, &end);
     if (end == text || *end || !(value >= option->min && value < option->most))
-        return impossible("--%s %s: expected a number from %g%s", option->name, text, option->min,
-                          option->most <= 1.0 ? ", less than 1" : "");
+        return option->most < HUGE_VAL
+                   ? impossible("--%s %s: expected a number from %g, less than %g", option->name,
+                                text, option->min, option->most)
+                   : impossible("--%s %s: expected a number from %g", option->name, text,
+                                option->min);
     *option->out = value;
     return EXIT_DONE;
 }
@@ -208,7 +214,7 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
         {"lr", &o->lr, 0.0, HUGE_VAL},       {"min-lr", &o->min_lr, 0.0, HUGE_VAL},
         {"beta1", &o->beta1, 0.0, 1.0},      {"beta2", &o->beta2, 0.0, 1.0},
         {"eps", &o->eps, 0.0, HUGE_VAL},     {"weight-decay", &o->weight_decay, 0.0, HUGE_VAL},
-        {"clip", &o->clip, 1e-30, HUGE_VAL}, {"alpha", &o->lora.alpha, 1e-30, HUGE_VAL},
+        {"clip", &o->clip, 1e-30, HUGE_VAL}, {"alpha", &o->lora.alpha, 1e-30, 1e30},
     };
     const text_option texts[] = {
         {"model", &o->model},     {"data", &o->data},  {"mask", &o->mask},
@@ -269,6 +275,16 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
     return EXIT_DONE;
 }
 
+/* Returns what a checkpoint of this run carries, before its first step. */
+static llama_run run_of(const job *j) {
+    const options *o = &j->opt;
+    llama_run run;
+    memset(&run, 0, sizeof run);
+    run.seed = o->seed, run.data = j->data.hash, run.base = llama_dir_hash(o->model);
+    run.batch = o->batch, run.context = o->context, run.lora = o->lora;
+    return run;
+}
+
 /* Checks what the options say of each other. `ranks`: of the whole job. Sets what has no value. */
 static int check_options(job *j, int ranks) {
     options *o = &j->opt;
@@ -292,6 +308,10 @@ static int check_options(job *j, int ranks) {
     if (o->eval_data && llama_data_rows(&j->eval, o->context) < 1)
         return impossible("%s: expected at least one row of --context %d, got %lld tokens",
                           o->eval_data, o->context, (long long)j->eval.num_tokens);
+    const llama_run run = run_of(j);
+    char why[LLAMA_WHY];
+    if (o->save && llama_save_check(o->save, &run, o->resume, why, sizeof why))
+        return impossible("--save %s", why);
     return EXIT_DONE;
 }
 
@@ -351,8 +371,13 @@ static int open_job(job *j) {
         return impossible("nothing to do: expected --data, --eval-data, --sample, --export or "
                           "--predict");
     o->resume |= o->save && is_started_again();
-    if (llama_config_read(o->model, &j->config, why, sizeof why) ||
-        llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
+    if (llama_config_read(o->model, &j->config, why, sizeof why)) return impossible("%s", why);
+#ifdef LLAMA_ON_GPU
+    if (j->config.head_dim > LLAMA_CUDA_HEAD)
+        return impossible("%s/config.json: head_dim: expected at most %d, got %d", o->model,
+                          (int)LLAMA_CUDA_HEAD, j->config.head_dim);
+#endif
+    if (llama_files_open(o->model, &j->config, &files, why, j->extra, sizeof why))
         return impossible("%s", why);
     fsdp_checkpoint_close(files);
     if (open_lora(j)) return EXIT_IMPOSSIBLE;
@@ -369,9 +394,6 @@ static int open_job(job *j) {
                           o->prompt_count ? "sample"
                           : o->adapter    ? "adapter"
                                           : "lora");
-    if (j->config.head_dim > LLAMA_CUDA_HEAD)
-        return impossible("%s/config.json: head_dim: expected at most %d, got %d", o->model,
-                          (int)LLAMA_CUDA_HEAD, j->config.head_dim);
 #endif
     FILE *json = o->json ? fopen(o->json, "a") : NULL;
     if (o->json && !json) return impossible("--json %s: %s", o->json, strerror(errno));
@@ -392,7 +414,9 @@ typedef struct trainer {
     fsdp_checkpoint *ck;
     int32_t *tokens, *labels; // of all microbatches of this rank in a step
     int *rows;                // [micros]
-    FILE *json;               // rank 0
+    fsdp_memory predicted;
+    int64_t merge_bytes; // of --merge, more than those
+    FILE *json;          // rank 0
 } trainer;
 
 static int decay_group(void *user, const fsdp_param_view *param) {
@@ -555,7 +579,11 @@ static void show_lora(const llama_lora *lora, const llama_config *c) {
                whole, (int)LLAMA_MATRICES);
 }
 
-static void show_start(const trainer *t, const fsdp_memory *m) {
+static long long adamw_bytes(const trainer *t) {
+    return 2 * (long long)t->predicted.pool_bytes[FSDP_POOL_SHARD_GRAD];
+}
+
+static void show_start(const trainer *t) {
     const llama_config *c = &t->m.c;
     int64_t all = 0, adapters = 0;
     for (int i = 0; i < llama_num_units(c); i++) {
@@ -577,8 +605,10 @@ static void show_start(const trainer *t, const fsdp_memory *m) {
     printf("ranks   %d, each with %d microbatches of %d rows of %d tokens in a step\n", t->ranks,
            t->micros, t->opt->micro, t->opt->context);
     printf("memory  of a rank: %lld bytes of the model, %lld of AdamW, %zu of activations\n",
-           (long long)m->total_bytes, (long long)(2 * m->pool_bytes[FSDP_POOL_SHARD_GRAD]),
-           t->m.acts.nbytes);
+           (long long)t->predicted.total_bytes, adamw_bytes(t), t->m.acts.nbytes);
+    if (t->opt->merge)
+        printf("        --merge: %lld more, of the merged model and whole adapters\n",
+               (long long)t->merge_bytes);
     fflush(stdout);
 }
 
@@ -611,7 +641,6 @@ static int open_model(trainer *t, fsdp_checkpoint_reader *files, fsdp_checkpoint
     const options *o = t->opt;
     const llama_config config = t->m.c;
     fsdp_adamw_desc adamw = fsdp_adamw_defaults();
-    fsdp_memory predicted;
     llama_acts_desc acts;
     char why[LLAMA_WHY];
     memset(&acts, 0, sizeof acts);
@@ -623,9 +652,12 @@ static int open_model(trainer *t, fsdp_checkpoint_reader *files, fsdp_checkpoint
     if (llama_model_create(&t->m, t->world, &config, o->lora.rank ? &o->lora : NULL, files, &acts,
                            why, sizeof why))
         return rank_failure(t, why);
-    if (fsdp_model_predict(t->m.model, &predicted))
+    if (llama_model_predict(&t->m, t->micros, o->accumulate, &t->predicted))
         return failure(t, "%s", fsdp_last_error(t->world));
-    show_start(t, &predicted);
+    if (o->merge &&
+        llama_merge_predict(&t->m, files, o->export_dtype, &t->merge_bytes, why, sizeof why))
+        return rank_failure(t, why);
+    show_start(t);
     if (o->predict) return EXIT_DONE;
     if (llama_model_load(&t->m, files, adapter, why, sizeof why)) return rank_failure(t, why);
     adamw.beta1 = o->beta1, adamw.beta2 = o->beta2, adamw.eps = o->eps;
@@ -645,15 +677,32 @@ static int open_rank(trainer *t) {
     return result;
 }
 
+/* Cuts off the last lines of a file of --json: those of steps after `step`, which the resumed run makes
+   again, and a line without an end. Steps rise within a run, so that lines of an earlier run stay.
+   Returns 0; -1: errno says why. */
+static int drop_lines(FILE *json, const char *path, int64_t step) {
+    FILE *f = fopen(path, "r");
+    char line[300];
+    long at = 0, cut = -1; // where what goes begins; -1: nothing does
+    long long before = 0, n = 0;
+    if (!f) return -1;
+    for (; fgets(line, sizeof line, f); at = ftell(f), before = n) {
+        const int is_cut = !strchr(line, '\n') && feof(f);
+        const int goes = !is_cut && sscanf(line, "{\"step\": %lld,", &n) == 1 && n > step;
+        if (!is_cut && !goes) cut = -1;
+        else if (cut < 0 || (goes && n < before)) cut = at;
+    }
+    fclose(f);
+    return cut < 0 ? 0 : ftruncate(fileno(json), cut);
+}
+
 /* Makes the checkpoints' object, which an export needs, too, and resumes. Before, all ranks must
    have the run of rank 0: the files of another host may be others. */
 static int open_save(trainer *t) {
     const options *o = t->opt;
     char why[LLAMA_WHY] = "another rank has other files or options";
     llama_run first;
-    t->run.seed = o->seed, t->run.data = t->j->data.hash, t->run.base = llama_dir_hash(o->model);
-    t->run.batch = o->batch, t->run.context = o->context, t->run.lora = o->lora;
-    first = t->run;
+    t->run = first = run_of(t->j);
     if (fsdp_broadcast(t->world, NULL, &first, sizeof first, 0))
         return failure(t, "%s", fsdp_last_error(t->world));
     int32_t differs = llama_run_check("other than rank 0", &first, &t->run, why, sizeof why) != 0;
@@ -663,8 +712,10 @@ static int open_save(trainer *t) {
     if (llama_checkpoint_create(&t->m, &t->run, o->keep, &t->ck, why, sizeof why) ||
         (o->resume && llama_checkpoint_resume(&t->m, t->ck, o->save, &t->run, why, sizeof why)))
         return failure(t, "%s", why);
-    if (o->resume && !t->rank)
-        printf("resume  %s: %lld steps are done\n", o->save, (long long)t->run.step);
+    if (!o->resume || t->rank) return EXIT_DONE;
+    printf("resume  %s: %lld steps are done\n", o->save, (long long)t->run.step);
+    if (t->json && drop_lines(t->json, o->json, t->run.step))
+        fprintf(stderr, PROGRAM ": --json %s: %s\n", o->json, strerror(errno));
     return EXIT_DONE;
 }
 
@@ -681,6 +732,16 @@ static int export_model(trainer *t) {
     if (failed) return failure(t, "--export: %s", why);
     if (!t->rank) printf("export  %s\n", o->export_dir);
     return EXIT_DONE;
+}
+
+/* Writes the line of --predict --json. */
+static void write_prediction(const trainer *t) {
+    if (!t->json) return;
+    fprintf(t->json,
+            "{\"model_bytes\": %lld, \"adamw_bytes\": %lld, \"activation_bytes\": %zu, "
+            "\"merge_bytes\": %lld}\n",
+            (long long)t->predicted.total_bytes, adamw_bytes(t), t->m.acts.nbytes,
+            (long long)t->merge_bytes);
 }
 
 /* Does what the options ask for, with an open model. */
@@ -709,7 +770,8 @@ static int run_rank(fsdp_world *world, void *arg) {
     int result = open_rank(t);
     if (!result && t->opt->json && !t->rank && !(t->json = fopen(t->opt->json, "a")))
         fprintf(stderr, PROGRAM ": --json %s: %s\n", t->opt->json, strerror(errno));
-    if (!result && !t->opt->predict) result = run_job(t);
+    if (!result && t->opt->predict) write_prediction(t);
+    else if (!result) result = run_job(t);
     if (t->json && fclose(t->json) && !result) result = failure(t, "--json: %s", strerror(errno));
     fflush(stdout);
     llama_model_destroy(&t->m);

@@ -383,7 +383,7 @@ static inline int llama_add_units(llama_model *m, const fsdp_checkpoint_reader *
 
 /* Makes the units. lora NULL: all parameters are trained, as f32; else only adapters are, and
    desc's rank, lora_scale and convert are set as it says. Gradients are sums over all ranks and
-   rows: scale them by llama_model_pass. Allocates little: fsdp_model_predict and m->acts.nbytes
+   rows: scale them by llama_model_pass. Allocates little: llama_model_predict and m->acts.nbytes
    have the bytes of llama_model_load, which comes next. Returns 0; -1 on every rank: `why` has a
    line, and *m holds nothing. Collective. */
 static inline int llama_model_create(llama_model *m, fsdp_world *world, const llama_config *c,
@@ -414,6 +414,15 @@ static inline int llama_model_create(llama_model *m, fsdp_world *world, const ll
                                  llama_add_units(m, files) ||
                                  fsdp_set_gradient_divide_factor(m->model, NULL, 1.0),
                              why, cap);
+}
+
+/* Predicts the bytes of a rank after steps of `micros` microbatches: those of fsdp_model_memory. With
+   accumulate as llama_step. The last norm and the head are created last, and opened last. */
+static inline fsdp_status llama_model_predict(const llama_model *m, int micros, int accumulate,
+                                              fsdp_memory *out) {
+    fsdp_predict_desc desc = FSDP_ZERO;
+    desc.in_order = 1, desc.without_sync = accumulate && micros > 1;
+    return fsdp_model_predict_step(m->model, &desc, out);
 }
 
 /* Reads rows of a parameter by its name in files. With to NULL as the parameter is kept, else as

@@ -160,11 +160,8 @@ typedef struct llama_merge {
     const float **adapters; // [layers][LLAMA_PARAMS], whole, in memory; B times alpha / rank
 } llama_merge;
 
-/* Gathers the adapters of m on each rank: as many bytes as their file has. Returns 0; -1 on every
-   rank: `why` has a line. Collective. */
-static inline int llama_merge_gather(llama_merge *g, llama_model *m, char *why, size_t cap) {
-    const int L = m->c.layers;
-    char line[LLAMA_WHY];
+/* Returns the bytes of all adapters, whole. */
+static inline int64_t llama_adapters_nbytes(const llama_model *m) {
     int64_t numel = 0;
     llama_unit u;
     llama_unit_of(&m->c, &m->lora, 1, &u);
@@ -172,8 +169,18 @@ static inline int llama_merge_gather(llama_merge *g, llama_model *m, char *why, 
         if (llama_is_adapter((int)(uintptr_t)u.p[p].user))
             numel += u.p[p].shape[0] * u.p[p].shape[1];
     }
+    return m->c.layers * numel * (int64_t)sizeof(float);
+}
+
+/* Gathers the adapters of m on each rank: as many bytes as their file has. Returns 0; -1 on every
+   rank: `why` has a line. Collective. */
+static inline int llama_merge_gather(llama_merge *g, llama_model *m, char *why, size_t cap) {
+    const int L = m->c.layers;
+    char line[LLAMA_WHY];
+    llama_unit u;
+    llama_unit_of(&m->c, &m->lora, 1, &u);
     g->rank = m->lora.rank;
-    g->memory = (float *)malloc((size_t)(L * numel) * sizeof(float));
+    g->memory = (float *)malloc((size_t)llama_adapters_nbytes(m));
     g->adapters = (const float **)calloc((size_t)L * LLAMA_PARAMS, sizeof(float *));
     int32_t failed = !g->memory || !g->adapters;
     snprintf(line, sizeof line, "%s", failed ? "no memory for whole adapters" : "");
@@ -217,18 +224,43 @@ static inline void llama_merge_fill(void *user, const fsdp_param_view *rows) {
     fsdp_convert(rows->data, rows->dtype, to, FSDP_F32, rows->numel);
 }
 
+/* Makes the units of the model that gets the adapters of m: frozen, in the dtype of the export.
+   Returns as llama_model_create. Collective. */
+static inline int llama_merge_create(llama_model *out, const llama_model *m,
+                                     const fsdp_checkpoint_reader *files, int dtype, char *why,
+                                     size_t cap) {
+    const llama_lora frozen = {0, 0.0, 0, dtype, 0};
+    llama_acts_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rows = desc.context = desc.loss_rows = 1;
+    return llama_model_create(out, m->world, &m->c, &frozen, files, &desc, why, cap);
+}
+
+/* Predicts the bytes of a rank that llama_export_merged allocates next to m: the shards of the
+   second model, the whole adapters, and activations of one token with room for a matrix. Not
+   counted, as by fsdp_model_predict: scratch of fsdp_param_full, by which an export on several ranks
+   gathers. Returns 0; -1 on every rank: `why` has a line. Collective. */
+static inline int llama_merge_predict(llama_model *m, const fsdp_checkpoint_reader *files,
+                                      int dtype, int64_t *nbytes, char *why, size_t cap) {
+    fsdp_memory predicted;
+    llama_model out;
+    if (llama_merge_create(&out, m, files, dtype, why, cap)) return -1;
+    const fsdp_status status = fsdp_model_predict(out.model, &predicted);
+    *nbytes = llama_adapters_nbytes(m) + (int64_t)out.acts.nbytes;
+    if (!status) *nbytes += predicted.pool_bytes[FSDP_POOL_SHARD];
+    llama_model_destroy(&out);
+    return llama_result(m->world, status, why, cap);
+}
+
 /* Writes the model of `from` with the adapters of m in its matrices, as llama_export does. It
    makes a second model, frozen in the dtype of the export, and destroys it. Collective. */
 static inline int llama_export_merged(llama_model *m, const char *from, const char *out, int dtype,
                                       char *why, size_t cap) {
-    const llama_lora frozen = {0, 0.0, 0, dtype, 0};
-    llama_acts_desc desc;
     llama_merge g;
     fsdp_checkpoint_reader *files = NULL;
     fsdp_checkpoint *ck;
     char line[LLAMA_WHY], extra[LLAMA_WHY];
-    memset(&g, 0, sizeof g), memset(&desc, 0, sizeof desc);
-    desc.rows = desc.context = desc.loss_rows = 1;
+    memset(&g, 0, sizeof g);
     line[0] = 0;
     int result = llama_merge_gather(&g, m, why, cap);
     if (!result) {
@@ -240,7 +272,7 @@ static inline int llama_export_merged(llama_model *m, const char *from, const ch
             result = -1;
         }
     }
-    result = result || llama_model_create(&g.out, m->world, &m->c, &frozen, files, &desc, why, cap);
+    result = result || llama_merge_create(&g.out, m, files, dtype, why, cap);
     g.out.files = files;
     result = result || llama_model_fill(&g.out, llama_merge_fill, &g, why, cap) ||
              llama_result(m->world, fsdp_checkpoint_create(g.out.model, NULL, &ck), why, cap) ||
@@ -350,6 +382,45 @@ static inline int llama_run_read(const char *path, llama_run *out, char *why, si
     }
     fsdp_checkpoint_close(reader);
     return result;
+}
+
+/* Checks the newest complete checkpoint of `dir`, before ranks start. Without resume it must be one of
+   this program, whose older ones --keep may remove; with resume of *run, too. `dir` or its parent must
+   be a directory. Returns 0, also if there is no checkpoint; -1: `why` has a line. */
+static inline int llama_save_check(const char *dir, const llama_run *run, int resume, char *why,
+                                   size_t cap) {
+    char path[LLAMA_PATH];
+    fsdp_checkpoint_reader *reader;
+    llama_run saved;
+    long long below = INT64_MAX;
+    struct stat st;
+    if (stat(dir, &st)) return llama_export_check(dir, why, cap);
+    why[0] = 0;
+    if (!S_ISDIR(st.st_mode)) snprintf(why, cap, "%s: expected a directory, got a file", dir);
+    while (!why[0]) { // the newest one below `below`
+        long long newest = -1, step;
+        DIR *d = opendir(dir);
+        int used;
+        for (struct dirent *e; d && (e = readdir(d));) {
+            if (sscanf(e->d_name, "step-%18lld%n", &step, &used) != 1 || e->d_name[used]) continue;
+            if (step > newest && step < below) newest = step;
+        }
+        if (d) closedir(d);
+        if (newest < 0) return 0;
+        below = newest;
+        if (snprintf(path, sizeof path, "%s/step-%08lld", dir, newest) >= (int)sizeof path)
+            return 0;
+        if (fsdp_checkpoint_open(path, NULL, NULL, &reader, why, cap)) {
+            why[0] = 0; // incomplete: an older one counts
+            continue;
+        }
+        fsdp_checkpoint_close(reader);
+        if (!llama_run_read(path, &saved, why, cap) && resume) {
+            llama_run_check(path, &saved, run, why, cap);
+        }
+        break;
+    }
+    return why[0] ? -1 : 0;
 }
 
 /* Loads the newest complete checkpoint of `dir` and sets run->step to its step; 0: there is none,

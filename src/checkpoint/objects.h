@@ -124,6 +124,7 @@ typedef struct fsdpi_ck_io {
     size_t cap;
     fsdpi_ck_disk *disk;
     const char *call;
+    const char *dir; // the directory of a file that a text names without it; NULL: the file itself
     fsdpi_ck_open_job open;
     fsdpi_ck_read_job read;
     fsdpi_ck_list_job list;

@@ -116,6 +116,14 @@ static fsdp_status fsdpi_ck_broken(fsdpi_ck_io *io, fsdp_status status, const ch
     return fsdpi_ck_fail(io, status, "[E435] %s: %s: %s", io->call, name, why);
 }
 
+// Fails because of a file in the directory io->dir; NULL: `name` is its path.
+static fsdp_status fsdpi_ck_broken_file(fsdpi_ck_io *io, fsdp_status status, const char *name,
+                                        const char *why) {
+    char path[FSDP_CHECKPOINT_PATH];
+    if (io->dir && fsdpi_ck_join(path, io->dir, name)) name = path;
+    return fsdpi_ck_broken(io, status, name, why);
+}
+
 // Frees memory, unless a hung worker may still use it: in that case it stays until the process
 // ends.
 static void fsdpi_ck_drop(fsdpi_ck_io *io, fsdpi_ck_buffer *room) {
@@ -285,7 +293,7 @@ static fsdp_status fsdpi_ck_get_manifest(fsdpi_ck_io *io, const char *text, int6
         m->text = (char *)room->ptr + files + crcs;
         status = fsdpi_ck_parse_manifest(m, text, nbytes, why, sizeof why);
     }
-    return status ? fsdpi_ck_broken(io, status, "manifest.json", why) : FSDP_OK;
+    return status ? fsdpi_ck_broken_file(io, status, "manifest.json", why) : FSDP_OK;
 }
 static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *name, const char *text,
                                       int64_t nbytes, fsdpi_ck_index *x, fsdpi_ck_buffer *room) {
@@ -300,7 +308,7 @@ static fsdp_status fsdpi_ck_get_index(fsdpi_ck_io *io, const char *name, const c
         x->text = (char *)room->ptr + list;
         status = fsdpi_ck_parse_index(x, text, nbytes, why, sizeof why);
     }
-    return status ? fsdpi_ck_broken(io, status, name, why) : FSDP_OK;
+    return status ? fsdpi_ck_broken_file(io, status, name, why) : FSDP_OK;
 }
 
 // Lists the data files in a manifest or an index. index: its name; NULL: a manifest.
@@ -514,6 +522,7 @@ static fsdp_status fsdpi_ck_fetch_dir(fsdpi_ck_io *io, const char *path, fsdpi_c
     const char *text = NULL;
     int manifest = 0;
     int64_t at = b->used;
+    io->dir = path;
     fsdp_status status = fsdpi_ck_fetch_text(io, b, path, "manifest.json", &manifest);
     if (!status && manifest) {
         int64_t nbytes = fsdpi_ck_take(b, &at, &text);
@@ -599,7 +608,7 @@ static fsdp_status fsdpi_ck_parse_part(fsdpi_ck_io *io, fsdpi_ck_opened *o, int6
     fsdp_status status = fsdp_safetensors_parse(header + 8, n - 8, bytes - n,
                                                 pass ? o->entries + o->num_boxes : NULL, *text,
                                                 &info, why, sizeof why);
-    if (status) return fsdpi_ck_broken(io, status, name, why);
+    if (status) return fsdpi_ck_broken_file(io, status, o->is_file ? o->dir : name, why);
     if (pass) {
         fsdpi_ck_data_file *p = &o->parts[o->num_parts];
         memset(p, 0, sizeof *p);
@@ -632,12 +641,12 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
         fsdpi_ck_data_file *p = &o->parts[i];
         const fsdpi_ck_file *f = &m.files[i];
         if (p->bytes != f->bytes || p->header != f->header + 8)
-            return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, p->name,
+            return fsdpi_ck_broken_file(io, FSDP_ERR_CORRUPT, p->name,
                                    p->bytes < f->bytes ? "the file is cut off: the manifest tells "
                                                          "a larger one"
                                                        : "its size is not that of the manifest");
         if (fsdp_crc32c(0, p->text, p->header) != f->header_crc)
-            return fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, p->name,
+            return fsdpi_ck_broken_file(io, FSDP_ERR_CORRUPT, p->name,
                                    "its header is not the one that the manifest was written for");
         p->crcs = f->crcs;
     }
@@ -678,7 +687,7 @@ static fsdp_status fsdpi_ck_match_index(fsdpi_ck_io *io, fsdpi_ck_opened *o, con
                      x.list[i].there ? "tensor '%.200s' is in another file than the index says"
                                      : "it names tensor '%.200s', which is in no file",
                      x.list[i].name);
-    return why[0] ? fsdpi_ck_broken(io, FSDP_ERR_CORRUPT, name, why) : FSDP_OK;
+    return why[0] ? fsdpi_ck_broken_file(io, FSDP_ERR_CORRUPT, name, why) : FSDP_OK;
 }
 
 /* Makes and checks files, entries and boxes, on all ranks. */
@@ -688,6 +697,7 @@ static fsdp_status fsdpi_ck_parse_headers(fsdpi_ck_io *io, fsdpi_ck_opened *o) {
     o->step = -1, o->world = 0, o->untold = 0;
     (void)fsdpi_ck_take(&o->bulk, &at, &form);
     memcpy(&o->is_file, form, 8);
+    io->dir = o->is_file ? NULL : o->dir;
     int64_t manifest_bytes = fsdpi_ck_take(&o->bulk, &at, &manifest);
     int64_t index_bytes = fsdpi_ck_take(&o->bulk, &at, &index);
     (void)fsdpi_ck_take(&o->bulk, &at, &index_name);

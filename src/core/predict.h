@@ -24,12 +24,13 @@
 
 #include <string.h>
 
-// Runs a step of the copy. Units that never reshard are open around those that do.
-static fsdp_status fsdpi_predict_step(fsdp_model *m) {
+// Runs a step of the copy. Units that never reshard are open around those that do, unless in_order
+// is set.
+static fsdp_status fsdpi_predict_step(fsdp_model *m, int in_order) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
-    int reshards = 0;
-    for (int i = 0; i < m->num_units; i++)
+    int reshards = 0; // some unit does, and others may be open around it
+    for (int i = 0; i < m->num_units && !in_order; i++)
         reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
@@ -61,7 +62,7 @@ static fsdp_status fsdpi_predict_microbatches(fsdp_model *m, const fsdp_predict_
             o->reshard_after_backward = !left || !step->without_reshard;
             fsdpi_unit_facts(m->units[i]);
         }
-        FSDPI_TRY(fsdpi_predict_step(m));
+        FSDPI_TRY(fsdpi_predict_step(m, step->in_order));
     }
     return FSDP_OK;
 }

@@ -407,7 +407,7 @@ FSDP_API fsdp_status fsdp_safetensors_header_bytes(const void *first, int64_t fi
                            f);
     } else if ((int64_t)size > file_bytes - 8) {
         f.n[0] = file_bytes - 8, f.n[1] = (int64_t)size;
-        ok = fsdpi_st_fail(&r, "is cut off: %0 bytes behind the first 8, a header of %1", f);
+        ok = fsdpi_st_fail(&r, "is cut off: %0 bytes after the first 8, a header of %1", f);
     } else {
         *header_bytes = (int64_t)size;
     }

@@ -2039,7 +2039,7 @@ static void find_body(lab_rank *r) {
     REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 9), NULL),
                "shard-00001-model-00001-of-00001.safetensors: is cut off: ");
     REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 7), NULL),
-               "[E435] checkpoint_load: manifest.json: the manifest was changed");
+               "step-00000007/manifest.json: the manifest was changed");
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, r->w, fsdp_checkpoint_load(m.ck, ck_step_path(dir, 5), NULL),
                "manifest version 2, this library reads 1");
     if (r->rank == 0) { /* another valid header of equal size */
@@ -2093,7 +2093,7 @@ static const odd odds[] = {
      "/odd: a checkpoint of PyTorch in pickled form: save it with "
      "HuggingFaceStorageWriter(save_distributed=True)"},
     {"no_json", "a.safetensors", "[]", 0, NULL, NULL, 0, NULL, FSDP_ERR_CORRUPT,
-     "[E435] checkpoint_load: a.safetensors: "},
+     "/odd/a.safetensors: at byte 8"},
     {"cut_off", "a.safetensors", "{" ENTRY("v", "F32", "2", "0", "8") "}", 7, NULL, NULL, 0, NULL,
      FSDP_ERR_CORRUPT, "a.safetensors: is cut off: 7 bytes of data, the header tells 8"},
     {"boolean", "a.safetensors", "{" ENTRY("v", "BOOL", "2", "0", "2") "}", 2, NULL, NULL, 0, NULL,

@@ -429,6 +429,45 @@ TEST_P(memory, prediction_of_microbatches, kept_worlds,
     CHECK_MSG(more > 0, "microbatches without sync keep nothing");
 }
 
+/* A unit that never reshards, and opens after one of the same size has closed: it takes the same slot,
+   which the prediction knows only if it is told that units open in order. */
+static void in_order_rank(lab_rank *r) {
+    const fsdp_param_desc w[3] = {fsdp_mat("w", 64, 48), fsdp_mat("w", 8, 8),
+                                  fsdp_mat("w", 64, 48)};
+    fsdp_predict_desc in_order = FSDP_ZERO;
+    fsdp_memory around, predicted, measured;
+    fsdp_model *m;
+    fsdp_unit *u[3];
+    in_order.in_order = 1;
+    CALL(r->w, fsdp_model_create(r->w, NULL, &m));
+    for (int i = 0; i < 3; i++) {
+        fsdp_unit_desc d = FSDP_ZERO;
+        d.name = i ? i > 1 ? "head" : "layer" : "embed", d.params = &w[i], d.num_params = 1;
+        d.reshard_after_forward = i > 1 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+        CALL(r->w, fsdp_fully_shard(m, &d, &u[i]));
+    }
+    CALL(r->w, fsdp_model_predict(m, &around));
+    CALL(r->w, fsdp_model_predict_step(m, &in_order, &predicted));
+    for (int step = 0; step < 2; step++) {
+        for (int i = 0; i < 3; i++) {
+            CALL(r->w, fsdp_pre_forward(u[i]));
+            CALL(r->w, fsdp_post_forward(u[i]));
+        }
+        for (int i = 3; i-- > 0;) {
+            CALL(r->w, fsdp_pre_backward(u[i]));
+            (void)fsdp_grad_f32(u[i], 0);
+            CALL(r->w, fsdp_post_backward(u[i]));
+        }
+        CALL(r->w, fsdp_finalize_backward(m));
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+    CALL(r->w, fsdp_model_memory(m, &measured));
+    same_memory(&predicted, &measured, "after steps in order");
+    const int64_t more = around.total_bytes - measured.total_bytes;
+    W_CHECK(more > 0, "a head that is open around the embedding takes no slot of its own");
+}
+TEST(memory, prediction_in_order, RANKS(2)) { lab_run(2, NULL, in_order_rank, NULL); }
+
 /* ---- formulas -------------------------------------------------------------------------------- */
 
 static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }

@@ -11,7 +11,7 @@
 
 #include <math.h> // fabs
 
-enum { TOKENS = 330, VOCAB = 60, OUTPUT = 1 << 16, STEPS = 3 };
+enum { TOKENS = 350, VOCAB = 60, OUTPUT = 1 << 16, STEPS = 3 };
 
 static char output[OUTPUT]; // both streams of the last run
 
@@ -72,7 +72,8 @@ typedef struct curve {
     double loss[STEPS], norm[STEPS], eval;
 } curve;
 
-// Eight rows of 20 tokens a step; the rows of the evaluation are not divided evenly by 2 ranks.
+// Eight rows of 20 tokens a step. The evaluation has 17 rows: on 2 ranks the second one has none of
+// the last microbatch.
 #define TRAIN                                                                                      \
     "--steps 3 --batch 8 --context 20 --lr 1e-3 --ce-rows 7 --data %s/t.bin --mask %s/t.mask "     \
     "--eval-data %s/t.bin --json %s/json "
@@ -104,17 +105,21 @@ static void train(const char *environment, const char *program, const char *mode
 
 static double apart(double a, double b) { return fabs(a - b) / fabs(a); }
 
-static void check_same(const curve *cpu, const curve *gpu, double loss_limit, double norm_limit) {
-    double loss = apart(cpu->eval, gpu->eval), norm = 0.0;
-    for (int i = 0; i < STEPS; i++) {
-        const double dl = apart(cpu->loss[i], gpu->loss[i]), dn = apart(cpu->norm[i], gpu->norm[i]);
-        CHECK(dl >= 0.0 && dn >= 0.0); // numbers
+/* `moved`: a loss may also differ by this share of how far training has moved it: AdamW turns the
+   rounding of a gradient near zero into a part of the learning rate. */
+static void check_same(const curve *cpu, const curve *gpu, double loss_limit, double moved,
+                       double norm_limit) {
+    double loss = 0.0, norm = 0.0;
+    for (int i = 0; i <= STEPS; i++) {
+        const double want = i < STEPS ? cpu->loss[i] : cpu->eval;
+        const double dl = apart(want, i < STEPS ? gpu->loss[i] : gpu->eval);
+        const double dn = i < STEPS ? apart(cpu->norm[i], gpu->norm[i]) : 0.0;
+        CHECK(dl <= loss_limit + moved * apart(want, cpu->loss[0]));
+        CHECK(dn <= norm_limit);
         if (dl > loss) loss = dl;
         if (dn > norm) norm = dn;
     }
     h_message("largest difference: loss %.2g, norm %.2g, relative", loss, norm);
-    CHECK(loss <= loss_limit);
-    CHECK(norm <= norm_limit);
 }
 
 // Device memory that the host cannot read, and concurrent streams: as on a GPU.
@@ -129,11 +134,14 @@ static const struct {
     {"llama_untied_bias,2", "llama_untied_bias", OVER_NCCL, "--ranks 2 "},
     {"llama3_rope_shards,1", "llama3_rope_shards", OVER_NCCL, "--ranks 1 "},
     {"qwen2_untied,2,accumulate", "qwen2_untied", OVER_NCCL, "--ranks 2 --micro 2 --accumulate "},
+    {"llama3_rope_old,2", "llama3_rope_old", OVER_NCCL, "--ranks 2 "},
+    {"qwen2_tied,1", "qwen2_tied", OVER_NCCL, "--ranks 1 "},
+    {"llama_quant,2", "llama_quant", OVER_NCCL, "--ranks 2 "},
     {"qwen3_tied,2,recompute", "qwen3_tied", OVER_NCCL, "--ranks 2 --micro 1 --recompute "},
 };
 
 /* In f32 losses and norms are those of the CPU, within what the specification gives to three steps;
-   in bf16, of 8 bits, within 2e-3 and 3e-2. */
+   in bf16, of 8 bits, within 2e-3 (and 5 % of how far the loss has moved) and 3e-2. */
 TEST_P(llama_cuda, parity, runs, SECONDS(120)) {
     curve cpu, gpu;
     char options[200];
@@ -143,10 +151,10 @@ TEST_P(llama_cuda, parity, runs, SECONDS(120)) {
     CHECK(cpu.eval < cpu.loss[0]); // it learns: equal losses mean something
     snprintf(options, sizeof options, "%s --f32", row->options);
     train(row->environment, program, row->model, options, &gpu);
-    check_same(&cpu, &gpu, 1e-5, 1e-4);
+    check_same(&cpu, &gpu, 1e-5, 0.0, 1e-4);
     train(row->environment, program, row->model, row->options, &gpu);
     CHECK(gpu.loss[0] != cpu.loss[0]); // it is another arithmetic
-    check_same(&cpu, &gpu, 2e-3, 3e-2);
+    check_same(&cpu, &gpu, 2e-3, 0.05, 3e-2);
 }
 
 /* Returns the number that follows a text in the output. */
@@ -197,6 +205,23 @@ TEST_P(llama_cuda, refuses, refusals) {
     CHECK_EQ_INT(run(OVER_NCCL, cuda_program(), "llama_tied", args), 2);
     CHECK_EQ_INT(strncmp(output, row->says, strlen(row->says)), 0);
     CHECK(strchr(output, '\n') == strrchr(output, '\n')); // one line
+}
+
+/* A head that a warp cannot hold: refused before the files are read. */
+TEST(llama_cuda, refuses_large_heads) {
+    char args[1500], says[700];
+    const char *dir = h_tmpdir();
+    prepare();
+    snprintf(args, sizeof args,
+             "cp -r %s/llama/qwen3_tied/model %s/m && chmod -R u+w %s/m && "
+             "sed -i 's/\"head_dim\": 12/\"head_dim\": 258/' %s/m/config.json",
+             golden_dir(), dir, dir, dir);
+    CHECK_EQ_INT(system(args), 0);
+    snprintf(args, sizeof args, "--model %s/m --data %s/t.bin --context 20", dir, dir);
+    CHECK_EQ_INT(run(OVER_NCCL, cuda_program(), "qwen3_tied", args), 2);
+    snprintf(says, sizeof says,
+             "train_llama_cuda: %s/m/config.json: head_dim: expected at most 256, got 258\n", dir);
+    CHECK_EQ_STR(output, says);
 }
 
 TEST(llama_cuda, help) {

@@ -281,6 +281,33 @@ static void check_merged(fsdp_checkpoint_reader *base, fsdp_checkpoint_reader *a
     free(w), free(got), free(A), free(B);
 }
 
+/* The second model of a merge takes what llama_merge_predict says, also after its export, and
+   scratch. */
+static void merge_takes(lab_rank *r, llama_model *m, const char *model, const char *out,
+                        int dtype) {
+    char why[LLAMA_WHY], extra[LLAMA_WHY];
+    fsdp_checkpoint_reader *files;
+    fsdp_checkpoint *ck;
+    fsdp_memory measured;
+    llama_merge g;
+    int64_t predicted;
+    CHECK_MSG(!llama_files_open(model, &m->c, &files, why, extra, sizeof why), "%s", why);
+    CHECK_MSG(!llama_merge_predict(m, files, dtype, &predicted, why, sizeof why), "%s", why);
+    memset(&g, 0, sizeof g);
+    CHECK_MSG(!llama_merge_gather(&g, m, why, sizeof why), "%s", why);
+    CHECK_MSG(!llama_merge_create(&g.out, m, files, dtype, why, sizeof why), "%s", why);
+    g.out.files = files;
+    CHECK_MSG(!llama_model_fill(&g.out, llama_merge_fill, &g, why, sizeof why), "%s", why);
+    CALL(r->w, fsdp_checkpoint_create(g.out.model, NULL, &ck));
+    CHECK_MSG(!llama_export(&g.out, ck, model, out, dtype, why, sizeof why), "%s", why);
+    CALL(r->w, fsdp_model_memory(g.out.model, &measured));
+    const int64_t counted = measured.total_bytes - measured.pool_bytes[FSDP_POOL_SCRATCH];
+    CHECK_EQ_INT(predicted, counted + (int64_t)g.out.acts.nbytes + llama_adapters_nbytes(m));
+    fsdp_checkpoint_close(files);
+    llama_model_destroy(&g.out);
+    free(g.memory), free(g.adapters);
+}
+
 static void merged_rank(lab_rank *r) {
     static const fsdp_dtype dtypes[] = {FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16, FSDP_F16};
     const char *name = *(const char *const *)r->arg;
@@ -293,6 +320,9 @@ static void merged_rank(lab_rank *r) {
     for (int d = LLAMA_DTYPE_FILE; d < LLAMA_DTYPE_FILES; d++) {
         snprintf(out, sizeof out, "%s/%s-%d-%d", h_tmpdir(), name, r->size, d);
         CHECK_MSG(!llama_export_merged(&m, model, out, d, why, sizeof why), "%s", why);
+        strcat(out, "-takes");
+        merge_takes(r, &m, model, out, d);
+        out[strlen(out) - 6] = 0;
         if (r->rank) continue;
         snprintf(path, sizeof path, "%s/adapter_model.safetensors", dir);
         fsdp_checkpoint_reader *a = open_file(model), *b = open_file(path), *c = open_file(out);

@@ -489,6 +489,18 @@ static void resume_refused(lab_rank *r) {
     else strcpy(line + n, row->line);
     CHECK_EQ_STR(why, line);
     CHECK_EQ_INT(t.run.step, 0);
+    /* before ranks start, too; a file with a higher number is no checkpoint */
+    char broken[FSDP_CHECKPOINT_PATH + 20];
+    snprintf(broken, sizeof broken, "%s", ck_step_path(dir, 7));
+    if (r->rank == 0) ck_spit(broken, "x", 1);
+    CALL(r->w, fsdp_barrier(r->w));
+    CHECK_EQ_INT(llama_save_check(dir, &t.run, 1, why, sizeof why), -1);
+    CHECK_EQ_STR(why, line);
+    const int is_ours = strcmp(row->name, "program") && strcmp(row->name, "size");
+    CHECK_EQ_INT(llama_save_check(dir, &t.run, 0, why, sizeof why), is_ours ? 0 : -1);
+    CHECK_EQ_STR(why, is_ours ? "" : line);
+    ck_dir(broken, "new");
+    CHECK_MSG(!llama_save_check(broken, &t.run, 1, why, sizeof why), "%s", why);
     float *after = full_params(r->w, &t.m, &num);
     CHECK(!memcmp(before, after, (size_t)num * sizeof *after));
     CALL(r->w, fsdp_barrier(r->w)); /* the world goes on */

@@ -156,7 +156,22 @@ TEST(train_llama, resumes, SECONDS(120)) {
         CHECK(rest.loss[i] == whole.loss[i + 3] && rest.norm[i] == whole.norm[i + 3]);
     }
     CHECK_EQ_INT(run("diff -r %/a %/b"), 0);
-    CHECK_EQ_INT(run(TRAIN "--ranks 2 --seed 2 --save %/run --resume"), 1);
+    /* in one file, each step has one line, also if an earlier run is in it, and a line is cut off */
+    CHECK_EQ_INT(
+        run("rm -rf %/run/step-00000006; cp %/whole %/j; echo '{\"step\": 9, \"l\": 1}' >>%/j; "
+            "cat %/whole >>%/j; printf '{\"step\": 7, \"lo' >>%/j;" TRAIN
+            "--ranks 2 --save %/run --resume --json %/j"),
+        0);
+    CHECK_EQ_INT(run("head -7 %/j >%/old; tail -n +8 %/j >%/new; cat %/whole >%/w; echo "
+                     "'{\"step\": 9, \"l\": 1}' >>%/w; test $(wc -l <%/j) = 13 && cmp %/old %/w"),
+                 0);
+    read_curve("new", &rest);
+    CHECK_EQ_INT(rest.count, STEPS);
+    for (int i = 0; i < STEPS; i++) CHECK(rest.step[i] == i + 1 && rest.loss[i] == whole.loss[i]);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --seed 2 --save %/run --resume"), 2);
+    CHECK(strstr(errors, "seed: expected 1, got 2\n") != NULL);
+    CHECK_EQ_STR(output, "");
+    CHECK_EQ_INT(run("tools/fsdprun -n 2 " TRAIN "--seed 2 --save %/run --resume"), 2);
     CHECK(strstr(errors, "seed: expected 1, got 2\n") != NULL);
     /* a launcher that starts the job again resumes: nothing is left to do */
     CHECK_EQ_INT(run("FSDP_RESTART_COUNT=1 " TRAIN "--ranks 3 --save %/run"), 0);
@@ -232,14 +247,14 @@ TEST(train_llama, adapters_resume, SECONDS(120)) {
     CHECK_EQ_INT(run("diff -r %/a %/b"), 0);
     CHECK_EQ_INT(run("grep -q lora_B %/run/step-00000003/*"), 0);
     CHECK_EQ_INT(run("grep -q embed_tokens %/run/step-00000003/*"), 1); /* frozen: not in it */
-    CHECK_EQ_INT(run(LORA "--ranks 2 --alpha 8.25 --save %/run --resume"), 1);
+    CHECK_EQ_INT(run(LORA "--ranks 2 --alpha 8.25 --save %/run --resume"), 2);
     CHECK(strstr(errors, "files, got rank 4, alpha 8.25, q,v,down over the dtype of the files\n"));
-    CHECK_EQ_INT(run(LORA "--ranks 2 --base bf16 --save %/run --resume"), 1);
+    CHECK_EQ_INT(run(LORA "--ranks 2 --base bf16 --save %/run --resume"), 2);
     CHECK(strstr(errors, "files, got rank 4, alpha 8, q,v,down over bf16\n"));
-    CHECK_EQ_INT(run(TRAIN "--ranks 2 --lora 5 --targets q,v,down --save %/run --resume"), 1);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --lora 5 --targets q,v,down --save %/run --resume"), 2);
     CHECK(strstr(errors, ": adapters: expected rank 4, alpha 8, q,v,down over the dtype of the "
                          "files, got rank 5, alpha 10, q,v,down over the dtype of the files\n"));
-    CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --resume"), 1);
+    CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --resume"), 2);
     CHECK(strstr(errors, "files, got none\n"));
     CHECK_EQ_INT(run(TRAIN "--ranks 2 --adapter %/a --save %/new --resume --json %/j"), 0);
     CHECK(strstr(output, "resume  ") && strstr(output, ": 0 steps are done\n"));
@@ -257,7 +272,27 @@ TEST(train_llama, predicts) {
     CHECK_EQ_INT(run(TRAIN "--ranks 2 --predict --json %/j --save %/run"), 0);
     CHECK((at = strstr(output, "memory ")) != NULL);
     CHECK(!strncmp(at, line, strlen(line)) && !strcmp(at + strlen(line), "\n"));
-    CHECK_EQ_INT(run("test ! -e %/run && test ! -s %/j"), 0);
+    CHECK_EQ_INT(run("test ! -e %/run"), 0);
+    long long bytes[4], told[3];
+    static const char form[] = "{\"model_bytes\": %lld, \"adamw_bytes\": %lld, "
+                               "\"activation_bytes\": %lld, \"merge_bytes\": %lld}\n";
+    static char json[OUTPUT];
+    slurp("j", json);
+    CHECK_EQ_INT(sscanf(json, form, &bytes[0], &bytes[1], &bytes[2], &bytes[3]), 4);
+    CHECK(strchr(json, '\n')[1] == 0 && bytes[3] == 0);
+    CHECK_EQ_INT(sscanf(line, "memory  of a rank: %lld bytes of the model, %lld of AdamW, %lld of",
+                        &told[0], &told[1], &told[2]),
+                 3);
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(bytes[i], told[i]);
+    /* the second model of --merge: 26304 parameters, whole adapters, room for a token */
+    CHECK_EQ_INT(run("rm %/j; @ --predict --lora 4 --merge --export %/e --json %/j"), 0);
+    slurp("j", json);
+    CHECK_EQ_INT(sscanf(json, form, &bytes[0], &bytes[1], &bytes[2], &bytes[3]), 4);
+    CHECK(bytes[3] > 4 * (26304 + 4672) && bytes[3] < 4 * (26304 + 4672) + 40000);
+    char more[80];
+    snprintf(more, sizeof more, "        --merge: %lld more, of the merged model", bytes[3]);
+    CHECK(strstr(output, more) != NULL);
+    CHECK_EQ_INT(run("test ! -e %/e"), 0);
     /* also of more than there is */
     CHECK_EQ_INT(run("@ --predict --batch 100000000"), 0);
     CHECK_EQ_INT(run("@ --predict --lora 4"), 0);
@@ -305,6 +340,12 @@ static const struct {
     {"word", "@ more", 2, "more: expected an option: --help lists them"},
     {"integer", "@ --steps 0", 2, "--steps 0: expected a whole number from 1 to 100000000"},
     {"real", "@ --beta1 1", 2, "--beta1 1: expected a number from 0, less than 1"},
+    {"alpha", "@ --lora 1 --alpha 1e39", 2,
+     "--alpha 1e39: expected a number from 1e-30, less than 1e+30"},
+    {"save_file", "@ --data %/t.bin --steps 1 --save %/t.bin", 2,
+     "/t.bin: expected a directory, got a file"},
+    {"save_parent", "@ --data %/t.bin --steps 1 --save %/none/run", 2,
+     "/none/run: expected its parent "},
     {"nan", "@ --lr nan", 2, "--lr nan: expected a number from 0"},
     {"seed", "@ --seed -1", 2, "--seed -1: expected a whole number that is not negative"},
     {"sample", "@ --sample 1,,2", 2,
@@ -405,7 +446,7 @@ TEST_P(train_llama, refusals, refusals, 0) {
 TEST(train_llama, failed_saves) {
     int failures = 0;
     prepare();
-    put("run", "x", 1); /* no directory */
+    CHECK_EQ_INT(run("mkdir %/run; cd %/run; touch step-00000002 step-00000004 step-00000006"), 0);
     CHECK_EQ_INT(run(TRAIN "--ranks 2 --save %/run --save-every 2"), 1);
     for (const char *at = errors; (at = strstr(at, "train_llama: --save: ")) != NULL; at++)
         failures++;
