@@ -206,7 +206,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_
     if (one && one->op.num_waits) missed = w->device_ops->record(w->device, stream, one->begin);
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
-    if (one) fsdpi_timeline_end(w, one, stream, status ? status : missed);
+    if (one && !status && !missed) missed = w->device_ops->record(w->device, stream, one->end);
+    if (one) one->state = status || missed ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
     if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
     return status;
 }
