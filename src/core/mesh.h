@@ -243,9 +243,6 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     return FSDP_OK;
 }
 
-/* -------------------------------------------------------------------------------------------- */
-// Public functions.
-
 // Makes a mesh of the world from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
 // groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.
 static FSDP_COLD fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d,

@@ -1,6 +1,5 @@
 /* core/report.h - reports allocated memory, and describes a model as text
 
-   State: none.
    Callers: programs, predict.h (fsdpi_fill_memory) and world.h (fsdpi_say_mode).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
