@@ -134,7 +134,6 @@ MISTAKES
     with a plan or fsdp_replicate.
     Dtypes: with param_dtype FSDP_BF16 parameters and gradients are no floats. fsdp_data_f32,
     fsdp_data_as(unit, i, FSDP_BF16) and their siblings check that, fsdp_data and fsdp_grad do not.
-    Calls: it is enough to look at what finalize and the optimizer return (ERRORS).
 
 IT DOES NOT
     differentiate, run kernels, or own your activations. It does not search for a root module as
@@ -504,8 +503,7 @@ typedef struct fsdp_world_desc {
     int32_t local_rank;       // rank on this host; ignored if world_size is 0
     int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS or its default
     int32_t comm_threads;     // 1 or 2: threads that run collectives. -1: inline.
-                              // 0: FSDP_COMM_THREADS, otherwise as docs/cluster.md says: over Gloo
-                              // comm threads if ranks are on several hosts, otherwise inline
+                              // 0: FSDP_COMM_THREADS or its default (ENVIRONMENT)
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, or the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, and no other world's. NULL: that of the
@@ -1034,12 +1032,9 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 FSDP_API fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit *unit, int root);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Training step. A call in a wrong order returns INVALID_STATE and changes nothing; the text names
-   the call that is missing. fsdp_finalize_backward reports the first such failure of the step
-   again, setters included: a trainer may check only finalize and the optimizer. After a collective
-   error (TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND) the world is aborted: every call returns
-   that status at once, and fsdp_data and fsdp_grad give valid memory with undefined contents.
-   All hooks are collective: every rank of the mesh calls them in the same order.                 */
+/* Training step. A call in a wrong order returns INVALID_STATE: the text names the call that is
+   missing (ERRORS says what follows). All hooks are collective: every rank of the mesh calls them
+   in the same order.                                                                             */
 
 /* fsdp_pre_forward - gather the unit's parameters: you may read fsdp_data
    Recompute   of an activation checkpoint, too: between pre_backward and post_backward of this
@@ -1077,8 +1072,8 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
                since the last finalize that succeeded
    Collective  yes      Blocks until all reductions are done; on devices with streams only with
                cpu_offload      Allocates at its first use
-   Replicas    the first one reads all shards of units that replicate, and compares them: see
-               fsdp_model_broadcast. On devices it waits, and copies them to the host piece by piece
+   Replicas    the first one compares the shards of replicas (fsdp_model_broadcast). On devices it
+               waits, and copies them to the host piece by piece
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
@@ -1158,14 +1153,12 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index);
    Meshes      the norm counts each element of all ranks of the model's mesh once. Ranks along a
                unit's replicate dim hold copies, so one of them counts. All other ranks hold other
                elements and count: along the shard dim, along dims that do neither, and ranks that
-               the unit's mesh lacks.
-               Example: on a mesh (dp, tp) the model has a mesh_info that shards over dp. Its tp
-               ranks hold other parameters, as layers do that tensor parallelism has cut. If a
-               unit's parameters are equal on all tp ranks (norms, biases), give that unit a
-               mesh_info that shards over dp and replicates over tp; else each tp rank counts.
-               If the model's mesh is a slice, as dp of (dp, tp), the library does not know what
-               the other ranks hold, and refuses: give mesh_info on the mesh that you sliced. A
-               mesh of fsdp_mesh_create is taken as whole, even if it lacks ranks of the world.
+               the unit's mesh lacks. With tensor parallelism a unit whose parameters are equal on
+               all tp ranks (norms, biases) needs a mesh_info that replicates over tp
+               (docs/from-pytorch.md). If the model's mesh is a slice, as dp of (dp, tp), the
+               library does not know what the other ranks hold, and refuses: give mesh_info on the
+               mesh that you sliced. A mesh of fsdp_mesh_create is taken as whole, even if it lacks
+               ranks of the world.
    Collectives one all-reduce over the shard group if all other ranks hold copies. Else one over
                the world; if the model's mesh lacks ranks of the world, one over each of its dims
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: no call since

@@ -259,24 +259,23 @@ static void set_number(const char *name, long value) {
 // socket that has the job's name, which takes no port.
 static int name_job(job *j) {
     struct timespec t;
-    int used;
+    fsdpi_text name = {j->base, sizeof j->base, 0};
     clock_gettime(CLOCK_REALTIME, &t);
-    if (*j->host) used = snprintf(j->base, sizeof j->base, "fsdprun-%s:%d", j->host, j->port);
+    if (*j->host) fsdpi_text_add(&name, "fsdprun-%s:%d", j->host, j->port);
     else
-        used = snprintf(j->base, sizeof j->base, "fsdprun-%ld-%lld.%09ld", (long)getpid(),
-                        (long long)t.tv_sec, t.tv_nsec);
-    if (j->name && used < (int)sizeof j->base)
-        used += snprintf(j->base + used, sizeof j->base - (size_t)used, "-%s", j->name);
-    used = fsdpi_add_restarts(j->base, sizeof j->base, used); // restarts of an enclosing launcher
+        fsdpi_text_add(&name, "fsdprun-%ld-%lld.%09ld", (long)getpid(), (long long)t.tv_sec,
+                       t.tv_nsec);
+    if (j->name) fsdpi_text_add(&name, "-%s", j->name);
+    fsdpi_add_restarts(&name); // restarts of an enclosing launcher
     const char *v6 = strchr(j->host, ':');
     if (*j->host)
         snprintf(j->store, sizeof j->store, "tcp://%s%s%s:%d", v6 ? "[" : "", j->host,
                  v6 ? "]" : "", j->port);
     else snprintf(j->store, sizeof j->store, "host:");
-    const int room = (int)sizeof j->base - (j->max_restarts ? COUNT_BYTES : 0);
-    if (used < room) return 0;
+    const size_t room = sizeof j->base - (j->max_restarts ? COUNT_BYTES : 0);
+    if (name.used < room) return 0;
     return complain("[E536] the names of --master and --job are together longer than %d bytes",
-                    room - 1);
+                    (int)room - 1);
 }
 
 // Sets the environment of the ranks. The name of this start has its count, so that ranks of an

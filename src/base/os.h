@@ -57,18 +57,14 @@ static int64_t fsdpi_system_ns(int clock) {
 }
 
 static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(ns / 1000000000);
-    t.tv_nsec = (long)(ns % 1000000000);
+    const struct fsdpi_timespec t = {(long)(ns / 1000000000), (long)(ns % 1000000000)};
     (void)fsdpi_nanosleep(&t, NULL);
 }
 
 // Sleeps while *word == expected, at most timeout_ns, and may return early without a reason.
 // shared: several processes have the word in their memory.
 static void fsdpi_futex_wait(uint32_t *word, uint32_t expected, int64_t timeout_ns, int shared) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(timeout_ns / 1000000000);
-    t.tv_nsec = (long)(timeout_ns % 1000000000);
+    struct fsdpi_timespec t = {(long)(timeout_ns / 1000000000), (long)(timeout_ns % 1000000000)};
     (void)fsdpi_syscall(SYS_futex, word, shared ? 0 : 128 /* FUTEX_PRIVATE_FLAG */, expected, &t,
                         NULL, 0);
 }
@@ -193,13 +189,18 @@ static uint64_t fsdpi_namespace(const char *kind) {
     return stat(path, &st) ? 0 : (uint64_t)st.st_ino;
 }
 
-// Writes a text that processes of one host have in common, until it starts again. Returns 0 if the
-// system has none.
-static int fsdpi_boot_text(char *out, size_t cap) {
-    int fd = fsdpi_fd(open("/proc/sys/kernel/random/boot_id", O_RDONLY | FSDPI_CLOEXEC));
+// Reads the begin of a file of the system as text; "" if that fails.
+static void fsdpi_read_text(const char *path, char *out, size_t cap) {
+    const int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
     const ssize_t got = fd < 0 ? 0 : read(fd, out, cap - 1);
     if (fd >= 0) (void)close(fd);
     out[got > 0 ? got : 0] = 0;
+}
+
+// Writes a text that processes of one host have in common, until it starts again. Returns 0 if the
+// system has none.
+static int fsdpi_boot_text(char *out, size_t cap) {
+    fsdpi_read_text("/proc/sys/kernel/random/boot_id", out, cap);
     out[strcspn(out, "\n")] = 0;
     return *out != 0;
 }
@@ -246,10 +247,7 @@ static FSDPI_UNUSED int64_t fsdpi_process_began(int pid, char *state) {
     char path[40], text[640], letter = 0;
     unsigned long long began = 0;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
-    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) (void)close(fd);
-    text[got > 0 ? got : 0] = 0;
+    fsdpi_read_text(path, text, sizeof text);
     const char *at = strrchr(text, ')'); // the end of the program's name
     if (!at || sscanf(at + 1,
                       " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s "

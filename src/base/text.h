@@ -10,7 +10,6 @@
 #ifndef FSDPI_BASE_TEXT_H
 #define FSDPI_BASE_TEXT_H
 
-
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

@@ -53,12 +53,9 @@ typedef struct fsdp_caps {
     const int64_t *comm_bytes; // [release] bytes of device memory that all comms took; or NULL
 } fsdp_caps;
 
-/* One collective, as data. There are three such structs, because each has another reader. An
-   fsdp_op may also be a copy, a norm or a call of the user, and has buffers and events that a
-   backend must not touch. An fsdp_coll is what every backend can run, with pointers of this
-   process. An fsdpi_signature is what ranks send each other and compare: its size is fixed, and it
-   has no pointers. Only fsdpi_run_collective (core/run.h) makes an fsdp_coll from an fsdp_op, and
-   only fsdpi_describe (backends/fsdp_comm.h) makes an fsdpi_signature from an fsdp_coll.
+/* One collective, as data that every backend can run, with pointers of this process. Only
+   fsdpi_run_collective (core/run.h) makes one, from an fsdp_op. Its other two forms:
+   docs/architecture.md.
 
    Offsets of segments count elements: of dtype on the full side and in src of a gather, of
    out_dtype in dst of a scatter.

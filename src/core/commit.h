@@ -135,18 +135,15 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     u->layout.pad_in = 0;
 }
 
-static fsdp_status fsdpi_shards_new(fsdp_model *m) {
+// Allocates the flat blocks of a pool: SHARD or SHARD_GRAD.
+static fsdp_status fsdpi_blocks_new(fsdp_model *m, int pool) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        size_t bytes = (size_t)fsdpi_bytes(m->flats[d].numel, d);
-        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD, bytes, &m->flats[d].shard));
-    }
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_shard_grads_new(fsdp_model *m) {
-    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
-        size_t bytes = (size_t)fsdpi_bytes(m->flats[d].grad_numel, fsdpi_grad_dtype(m, d));
-        if (bytes) FSDPI_TRY(fsdpi_buf_new(m, FSDP_POOL_SHARD_GRAD, bytes, &m->flats[d].grad));
+        fsdpi_flat_block *flat = &m->flats[d];
+        const int grads = pool == FSDP_POOL_SHARD_GRAD;
+        const int64_t bytes = grads ? fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d))
+                                    : fsdpi_bytes(flat->numel, d);
+        if (bytes)
+            FSDPI_TRY(fsdpi_buf_new(m, pool, (size_t)bytes, grads ? &flat->grad : &flat->shard));
     }
     return FSDP_OK;
 }
@@ -281,15 +278,15 @@ static FSDP_COLD fsdp_status fsdpi_lay_out(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (!status) status = fsdpi_commit_tables(m);
-    if (!status) status = fsdpi_shards_new(m);
+    if (!status) status = fsdpi_blocks_new(m, FSDP_POOL_SHARD);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
     // The first layout's gradients get memory after early loads have released theirs. Later layouts
     // move gradients, too.
     const int is_first = !m->num_commits;
-    if (!status && !is_first) status = fsdpi_shard_grads_new(m);
+    if (!status && !is_first) status = fsdpi_blocks_new(m, FSDP_POOL_SHARD_GRAD);
     if (!status) status = fsdpi_move(m);
     if (!status && is_first) {
-        status = fsdpi_shard_grads_new(m);
+        status = fsdpi_blocks_new(m, FSDP_POOL_SHARD_GRAD);
         if (status) fsdpi_shards_retire(m); // the values are in the new blocks
     }
     for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);

@@ -136,12 +136,16 @@ FSDP_API void fsdp_warn(const fsdp_world *w, const char *fmt, ...) {
     va_end(args);
     fsdpi_log(w, FSDP_LOG_WARN, FSDP_OK, text);
 }
+// Logs only the first failure of a unit and a call in a step: loops over layers and microbatches
+// would repeat it.
 FSDP_PRINTF(4, 5)
-static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_first, const char *fmt,
+static fsdp_status fsdpi_fail_once(fsdp_unit *u, int call, fsdp_status status, const char *fmt,
                                    ...) {
+    const int is_first = !(u->reported_calls >> call & 1);
     va_list args;
+    u->reported_calls |= 1u << call;
     va_start(args, fmt);
-    status = fsdpi_fail_text(w, status, is_first, fmt, args);
+    status = fsdpi_fail_text(u->model->world, status, is_first, fmt, args);
     va_end(args);
     return status;
 }

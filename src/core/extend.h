@@ -84,7 +84,6 @@ static int fsdpi_is_collective(int k) { return k >= FSDP_OP_ALL_GATHER && k <= F
 // Returns a clause that names an error in an extension's op, or NULL.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
-    int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
     if (op->kind >= FSDP_OP_COUNT) return "kind is not one of FSDP_OP_*";
     if (op->stream >= FSDP_STREAM_COUNT) return "stream is not one of FSDP_STREAM_*";
@@ -111,15 +110,16 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
     int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    fsdpi_subgroup group;
     if (!fsdp_dtype_size(op->dtype)) return "dtype is not one of FSDP_F32, ...";
     if (op->root < 0 || op->root >= op->group_size) return "root is not a member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
     if (in_place && src != dst) return "src and dst differ, but this operation works in place";
-    if (!fsdpi_comm_number(m->world, op->comm, &size))
+    if (!fsdpi_comm_number(m->world, op->comm, &group))
         return "comm is not a group of this world: get one from fsdp_mesh_comm";
-    return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
+    return op->group_size != group.size ? "group_size is not the size of comm's group" : NULL;
 }
 
 // Applies a marker op to a slot that an extension gives to a unit.

@@ -162,9 +162,8 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
 /* fsdp_call_begin - begin a call of your extension, before its ops: check that the call is
-   possible now, and show a HOOK marker. If units hold gradients that are not reduced, it does as
-   the public call does: PARAMS_CHANGED (a step of an optimizer), CLIP and ZERO_GRAD log it, once
-   for each model and call; LOAD and REQUIRES_GRAD fail
+   possible now, and show a HOOK marker. If units hold gradients that are not reduced, it logs that
+   or fails as the public call does (fsdp.h: GRADIENTS THAT ARE NOT REDUCED)
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
    what        its name, for the text and the marker; NULL: the name of `call`
    Result      FSDP_OK; INVALID_STATE (the text names the missing call), errors of commit

@@ -149,18 +149,14 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
 static const char *const fsdpi_restart_counts[] = {"TORCHELASTIC_RESTART_COUNT",
                                                    "SLURM_RESTART_COUNT"};
 
-/* Appends the restart counts to a job's name of length `used`, so that a rank that is left from an
-   earlier start does not meet the ranks of this one. A count of 0 adds nothing. Returns the new
-   length, as snprintf does: the name was cut if that is not less than cap. */
-static int fsdpi_add_restarts(char *name, size_t cap, int used) {
-    const size_t num = sizeof fsdpi_restart_counts / sizeof *fsdpi_restart_counts;
-    for (size_t i = 0; i < num && used >= 0 && (size_t)used < cap; i++) {
+// Adds the restart counts to a job's name, so that a rank that is left from an earlier start does
+// not meet the ranks of this one. A count of 0 adds nothing.
+static void fsdpi_add_restarts(fsdpi_text *name) {
+    for (int i = 0; i < 2; i++) {
         const char *count = fsdpi_env(fsdpi_restart_counts[i]);
         if (count && strcmp(count, "0") != 0)
-            used += snprintf(name + used, cap - (size_t)used, ":%c%s", *fsdpi_restart_counts[i],
-                             count);
+            fsdpi_text_add(name, ":%c%s", *fsdpi_restart_counts[i], count);
     }
-    return used;
 }
 
 // Returns 1 if fsdprun made the name: then the restart counts are part of it already.
@@ -171,13 +167,11 @@ static int fsdpi_is_fsdpruns(const char *job) { return strncmp(job, "fsdprun-", 
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : fsdpi_env("FSDP_JOB_ID");
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    int used = 0, parts = 0;
-    if (job) used = snprintf(out, cap, "%s", job);
+    fsdpi_text name = {out, cap, 0};
+    int parts = 0;
     for (int i = 0; i < 4 && !job; i++) {
         const char *part = fsdpi_env(l->job[i]);
-        if (used >= 0 && (size_t)used < cap)
-            used += snprintf(out + used, cap - (size_t)used, "%s%s", i ? ":" : "",
-                             part ? part : "");
+        fsdpi_text_add(&name, "%s%s", i ? ":" : "", part ? part : "");
         // Several jobs may share the value of these: a host, an allocation of Slurm, and the steps
         // of Slurm's scripts and shells, which have the highest numbers.
         parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0 &&
@@ -187,11 +181,13 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     if (!job && !parts) { // the place where ranks meet names the job as well
         job = d->store ? d->store : fsdpi_env("FSDP_STORE");
         if (job && strcmp(job, "host:") == 0) job = NULL;
-        if (job) used = snprintf(out, cap, "%s", job);
     }
-    if (!job && !parts) *out = 0;
-    else if (!job || !fsdpi_is_fsdpruns(job)) used = fsdpi_add_restarts(out, cap, used);
-    if (used < 0 || (size_t)used >= cap)
+    if (job || !parts) { // the launcher's variables do not name the job
+        name.used = 0;
+        fsdpi_text_add(&name, "%s", job ? job : "");
+    }
+    if (job ? !fsdpi_is_fsdpruns(job) : parts > 0) fsdpi_add_restarts(&name);
+    if (name.used >= cap)
         return fsdpi_invalid_arg(
             w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
             (unsigned)cap - 1);
@@ -320,19 +316,17 @@ static int fsdpi_slurm_host(const char *list, int64_t k, char *out, size_t cap) 
 static int fsdpi_slurm_store(char *out, size_t cap) {
     const char *list = fsdpi_env("SLURM_STEP_NODELIST"), *how = fsdpi_env("SLURM_DISTRIBUTION");
     const int anywhere = (how && strncmp(how, "arbitrary", 9) == 0) || fsdpi_env("SLURM_HET_SIZE");
-    char host[200], hosts[200];
-    int used = 0, num = 0;
+    char host[200], text[200];
+    fsdpi_text hosts = {text, sizeof text, 0};
+    int num = 0;
     if (!list) list = fsdpi_env("SLURM_JOB_NODELIST");
     while (list && num < (anywhere ? FSDPI_STORE_HOSTS + 1 : 1) &&
-           fsdpi_slurm_host(list, num, host, sizeof host)) {
-        used += snprintf(hosts + used, sizeof hosts - (size_t)used, "%s%s", num ? "," : "", host);
-        if ((size_t)used >= sizeof hosts) return 0;
-        num++;
-    }
-    if (num < 1 || num > FSDPI_STORE_HOSTS) return 0;
+           fsdpi_slurm_host(list, num, host, sizeof host))
+        fsdpi_text_add(&hosts, "%s%s", num++ ? "," : "", host);
+    if (num < 1 || num > FSDPI_STORE_HOSTS || hosts.used >= sizeof text) return 0;
     const uint64_t job = fsdpi_env_id("SLURM_JOB_ID");
     const uint64_t step = fsdpi_env_id("SLURM_STEP_ID");
-    return snprintf(out, cap, "tcp://%s:%d", hosts, 20000 + (int)((job * 131 + step) % 12000));
+    return snprintf(out, cap, "tcp://%s:%d", text, 20000 + (int)((job * 131 + step) % 12000));
 }
 
 /* The address where ranks meet, in the form of fsdp_world_desc.store. "": ranks are on several

@@ -158,21 +158,11 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
 
 FSDP_API int fsdp_comm_ranks(const fsdp_world *world, const fsdp_comm *comm, int32_t *out) {
     if (!world || !comm) return 0;
-    if (comm == world->comm || comm == world->reduce_comm) {
-        for (int32_t k = 0; out && k < world->size; k++) out[k] = k;
-        return world->size;
-    }
-    const fsdp_mesh *of = NULL;
-    int dim = 0, size = 0;
-    for (const fsdp_mesh *mesh = world->meshes; mesh; mesh = mesh->next)
-        for (int d = 0; d < mesh->ndim; d++)
-            if (!mesh->borrowed[d] &&
-                (comm == mesh->gather_comm[d] || comm == mesh->reduce_comm[d]))
-                of = mesh, dim = d, size = mesh->shape[d];
-    for (const fsdpi_subgroup *sub = world->subgroups; sub && !of; sub = sub->next)
-        if (comm == sub->comm) of = sub->mesh, dim = sub->dim, size = sub->size;
-    if (of && out) fsdpi_mesh_neighbours(of, dim, size, out);
-    return size;
+    fsdpi_subgroup group;
+    if (!fsdpi_comm_number(world, comm, &group)) return 0;
+    for (int32_t k = 0; out && !group.mesh && k < group.size; k++) out[k] = k;
+    if (out && group.mesh) fsdpi_mesh_neighbours(group.mesh, group.dim, group.size, out);
+    return group.size;
 }
 
 // Sets *out to this rank's group of `size` neighbours along a dim, for one stream. The first use
@@ -252,9 +242,6 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     *out = mesh;
     return FSDP_OK;
 }
-
-/* -------------------------------------------------------------------------------------------- */
-// Public functions.
 
 // Makes a mesh of the world from `parent` (NULL: from none). from[dim]: the dim of `parent` whose
 // groups this dim shares; -1: this dim makes its own. `from` NULL: all dims make their own.

@@ -1,6 +1,5 @@
 /* core/ops.h - makes ops: copies, fills, collectives, waits and markers
 
-   State: none.
    Callers: clip.h (fsdpi_op), grads.h (fsdpi_op), params.h (fsdpi_emit_use) and others.
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */

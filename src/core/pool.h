@@ -121,50 +121,42 @@ static FSDP_COLD fsdp_status fsdpi_alloc_failed(fsdp_model *m, fsdp_status statu
     return fsdp_fail(m->world, status, "%s", text);
 }
 
-// Allocates buf->bytes of memory: pinned, or device memory that peers can read. Fails with E305.
-static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
+// Returns 1 if the host can read the buffer.
+static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
+    return buf->pinned || fsdpi_is_host(w);
+}
+
+// Makes a buffer of pinned memory, or of device memory that peers can read, and counts it in
+// `pool`. bytes: rounded up to the alignment, at least 1.
+static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
+                                  fsdp_buf **out) {
     fsdp_world *w = m->world;
-    void *ptr = NULL;
-    int shared = w->comm && !buf->pinned,
-        kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
+    fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
+    *out = NULL;
+    if (!buf)
+        return fsdpi_no_memory(w, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
+    buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
+    buf->pool = buf->acquired_pool = (uint8_t)pool;
+    buf->pinned = (uint8_t)pinned;
+    buf->number = ++m->num_bufs;
+    const int shared = w->comm && !pinned, kind = pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     size_t room = buf->bytes;
+    void *ptr = NULL;
     FSDPI_GUARD((room = fsdpi_room(w, buf)));
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, room, &ptr)
                                 : w->device_ops->alloc(w->device, kind, room, &ptr);
     if (status) {
         char what[100];
         snprintf(what, sizeof what, "[E305] %lld bytes for %s cannot be allocated",
-                 (long long)buf->bytes, fsdp_model_pool_name(m, buf->pool));
-        return fsdpi_alloc_failed(m, status, (int64_t)buf->bytes, what,
-                                  shared ? w->comm_ops->error_text(w->comm)
-                                         : fsdpi_device_text(w, status));
-    }
-    buf->ptr = (char *)ptr;
-    FSDPI_GUARD(fsdpi_close_room(w, buf));
-    return FSDP_OK;
-}
-
-// Returns 1 if the host can read the buffer.
-static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
-    return buf->pinned || fsdpi_is_host(w);
-}
-
-// Makes a buffer and counts it in `pool`. bytes: rounded up to the alignment, at least 1.
-static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
-                                  fsdp_buf **out) {
-    fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
-    *out = NULL;
-    if (!buf)
-        return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
-    buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
-    buf->pool = buf->acquired_pool = (uint8_t)pool;
-    buf->pinned = (uint8_t)pinned;
-    buf->number = ++m->num_bufs;
-    fsdp_status status = fsdpi_buf_alloc(m, buf);
-    if (status) {
+                 (long long)buf->bytes, fsdp_model_pool_name(m, pool));
+        status = fsdpi_alloc_failed(m, status, (int64_t)buf->bytes, what,
+                                    shared ? w->comm_ops->error_text(w->comm)
+                                           : fsdpi_device_text(w, status));
         fsdpi_model_free(m, buf);
         return status;
     }
+    buf->ptr = (char *)ptr;
+    FSDPI_GUARD(fsdpi_close_room(w, buf));
     m->pool_slots[pool]++;
     m->pool_bytes[pool] += (int64_t)buf->bytes;
     m->counters.allocations++;

@@ -1,6 +1,5 @@
 /* core/report.h - reports allocated memory, and describes a model as text
 
-   State: none.
    Callers: programs, predict.h (fsdpi_fill_memory) and world.h (fsdpi_say_mode).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
@@ -167,10 +166,9 @@ FSDP_API fsdp_status fsdp_model_desc_get(const fsdp_model *model, fsdp_model_des
 }
 
 FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *out) {
-    static const fsdp_unit_desc none = FSDP_ZERO;
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_desc_get", "unit or out");
-    *out = none;
+    memset(out, 0, sizeof *out);
     out->name = unit->desc.own_name;
     out->num_params = unit->desc.num_params;
     out->reshard_after_forward = unit->options.reshard_after_forward;
@@ -183,10 +181,9 @@ FSDP_API fsdp_status fsdp_unit_desc_get(const fsdp_unit *unit, fsdp_unit_desc *o
 }
 
 FSDP_API fsdp_status fsdp_param_desc_get(const fsdp_unit *unit, int index, fsdp_param_desc *out) {
-    static const fsdp_param_desc none = FSDP_ZERO;
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "param_desc_get", "unit or out");
-    *out = none;
+    memset(out, 0, sizeof *out);
     if (index < 0 || index >= unit->desc.num_params)
         return fsdpi_invalid_arg(
             unit->model->world,

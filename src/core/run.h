@@ -206,7 +206,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_
     if (one && one->op.num_waits) missed = w->device_ops->record(w->device, stream, one->begin);
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
-    if (one) fsdpi_timeline_end(w, one, stream, status ? status : missed);
+    if (one && !status && !missed) missed = w->device_ops->record(w->device, stream, one->end);
+    if (one) one->state = status || missed ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
     if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
     return status;
 }
@@ -463,9 +464,9 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
 // Shows the op to extensions as `seen`, a copy, which they may change. Returns the op that runs, or
 // NULL: none.
 static FSDPI_NOINLINE fsdp_op *fsdpi_ext_show_op(fsdp_model *m, const fsdp_op *op, fsdp_op *seen) {
-    int32_t size;
+    fsdpi_subgroup group;
     *seen = *op;
-    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &group);
     seen->timed = op->kind < FSDP_OP_HOOK && (m->listeners & FSDPI_LISTEN_TIMES);
     void *user;
     seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
@@ -513,9 +514,9 @@ static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
 // host makes copies itself if it can. `stream`: native, or NULL.
 static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     fsdp_op seen = *op;
-    int32_t size;
+    fsdpi_subgroup group;
     op->seq = seen.seq = ++w->seq;
-    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
+    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &group);
     for (fsdp_model *m = w->models; m; m = m->next) {
         if (m->listeners & FSDPI_LISTEN_TIMES) seen.timed = 1;
         if ((m->listeners & FSDPI_LISTEN_OPS) && fsdpi_ext_offer_op(m, &seen)) return FSDP_OK;

@@ -59,10 +59,7 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
         return FSDP_ERR_INVALID_ARG;
     for (int d = 0; d < p->ndim; d++)
         if (p->shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(p->shape[p->shard_dim], layout->world, layout->rank,
-                                          &range);
-    if (status) return status;
+    const fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, layout->rank);
     int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
     int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
     int64_t around = outer < 0 || inner < 0 ? -1 : fsdpi_mul(outer, inner);

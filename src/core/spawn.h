@@ -16,6 +16,7 @@
 #include "../base/reduce.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,8 +25,6 @@
 
 // Processes report the result of fn through a pipe, in records that are written whole. A rank
 // reports before it aborts its world: so the first report is the cause of the others.
-
-#include <poll.h> // poll
 
 extern char *fsdpi_strsignal(int sig) __asm__("strsignal");
 

@@ -191,13 +191,11 @@ static const char *fsdpi_position_text(const fsdpi_unit_position *at) {
                             : "has run its backward, and the model's backward has not ended";
 }
 
-// Fails with the hook that the table expects before this call. Only the first such error of a unit
-// and a call in a step is logged: loops over layers and microbatches would repeat it.
+// Fails with the hook that the table expects before this call.
 static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const fsdpi_unit_position at = {u->state.training, u->model->backward, u->state.forwards,
                                     u->state.storage == FSDP_STORAGE_UNSHARDED};
-    int first = -1, is_new = !(u->reported_calls >> call & 1);
-    u->reported_calls |= 1u << call;
+    int first = -1;
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
         first = FSDP_CALL_PRE_BACKWARD; // a forward would be possible, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_next_hook(&at, call, depth);
@@ -205,7 +203,7 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
                        : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
                                               : "";
-    return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
+    return fsdpi_fail_once(u, call, FSDP_ERR_INVALID_STATE,
                            "[E206] %s: unit '%s' %s%s: call fsdp_%s first", what, u->desc.name,
                            fsdpi_position_text(&at), also,
                            first < 0 ? "model_reset" : fsdpi_call_name(first));
@@ -548,15 +546,13 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
            fsdpi_bytes(p->grad_offset, fsdpi_dtype_group_of(unit, p)->param_dtype);
 }
 
-// Fails because parameter `index` does not have the dtype `asked`; logs it once in a step for each
-// unit and call. is, tells, set: clauses of the text. Returns the pointer of fsdp_fallback_ptr.
+// Fails because parameter `index` does not have the dtype `asked`. is, tells, set: clauses of the
+// text. Returns the pointer of fsdp_fallback_ptr.
 static FSDPI_NOINLINE void *fsdpi_wrong_dtype(fsdp_unit *u, int index, int call, const char *what,
                                               const char *is, fsdp_dtype has, fsdp_dtype asked,
                                               const char *tells, const char *set) {
-    int is_new = !(u->reported_calls >> call & 1);
-    u->reported_calls |= 1u << call;
     fsdp_status status = fsdpi_fail_once(
-        u->model->world, FSDP_ERR_INVALID_ARG, is_new,
+        u, call, FSDP_ERR_INVALID_ARG,
         "[E230] %s: parameter '%s' of unit '%s' %s %s, but you ask for %s: ask for %s, which %s "
         "tells, and compute in it or convert by fsdp_convert; or set %s",
         what, u->params[index].name, u->desc.name, is, fsdp_dtype_name(has), fsdp_dtype_name(asked),

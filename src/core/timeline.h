@@ -125,10 +125,4 @@ static void fsdpi_timeline_reach(fsdp_world *w, const fsdp_op *op, void *stream)
     t->reached = one;
 }
 
-// Records the last event of an op, unless the op has failed.
-static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
-    if (!status) status = w->device_ops->record(w->device, stream, one->end);
-    one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
-}
-
 #endif // FSDPI_CORE_TIMELINE_H

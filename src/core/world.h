@@ -242,9 +242,6 @@ static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_free(&allocator, w);
 }
 
-/* -------------------------------------------------------------------------------------------- */
-// A world begins and ends.
-
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: unknown
     w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;

@@ -60,8 +60,8 @@ typedef struct {
     uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
     said marks[256], hooks[256];
     int num_marks, num_hooks;
-    uint32_t swallow;         /* ops that the extension takes, as bits 1u << kind */
-    int replace;              /* call that the extension answers itself; -1: none */
+    uint32_t swallow; /* ops that the extension takes, as bits 1u << kind */
+    int replace;      /* call that the extension answers itself; -1: none */
     fsdp_status answer;
     fsdp_extension extension;
 } bed;
@@ -1268,9 +1268,9 @@ typedef struct {
 } calls_seen;
 static const char call_letters[] = {'f', 'p', 'b', 'q', 'e', 'z', 'c'};
 static void note_call(calls_seen *c, int call, int is_end) {
-    static const int calls[] = {FSDP_CALL_PRE_FORWARD,    FSDP_CALL_POST_FORWARD,
-                                FSDP_CALL_PRE_BACKWARD,   FSDP_CALL_POST_BACKWARD,
-                                FSDP_CALL_FINALIZE,       FSDP_CALL_ZERO_GRAD,
+    static const int calls[] = {FSDP_CALL_PRE_FORWARD,   FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD,  FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE,      FSDP_CALL_ZERO_GRAD,
                                 FSDP_CALL_PARAMS_CHANGED};
     size_t used = strlen(c->text);
     for (int k = 0; k < 7; k++)
@@ -1559,7 +1559,8 @@ TEST(extension, moved_is_notified_again) {
         for (int layout = 1; layout <= 2; layout++) { /* in commit, in a hook */
             f.told = 0, f.fails = fails;
             for (int k = 0; k <= fails + 1; k++) {
-                CHECK_STATUS(layout == 1 ? fsdp_model_commit(b.model) : fsdp_pre_forward(b.units[0]),
+                CHECK_STATUS(layout == 1 ? fsdp_model_commit(b.model)
+                                         : fsdp_pre_forward(b.units[0]),
                              k < fails ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
                 if (layout == 2 && k >= fails) CHECK_OK(fsdp_post_forward(b.units[0]));
                 CHECK_EQ_INT(f.told, k <= fails ? k + 1 : fails + 1);
@@ -2329,8 +2330,7 @@ TEST(extension, dry_run_status) {
     bed_open(&b, &settings[5]);
     fsdp_extension e = tape_open(&t, &b);
     dry_state r = dry_state_as(&b, &t);
-    CHECK_OK(
-        fsdpi_plan_dry_run(b.model, &e, dry_nothing, &r)); /* the model is committed then */
+    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_nothing, &r)); /* the model is committed then */
     CHECK_EQ_INT(r.runs, 1);
     CHECK_EQ_INT((long long)b.model->num_commits, 1);
     r.result = FSDP_ERR_CORRUPT;
@@ -2968,10 +2968,10 @@ static int post_rank(fsdp_world *w, void *arg) {
         same[s] = comm == again;
         for (int t = 0; t < s; t++) {
             fsdp_comm *other;
-            int32_t size;
+            fsdpi_subgroup group;
             CALL(w, fsdp_mesh_comm(p.mesh, 1, t, &other));
-            W_CHECK((again == other) ==
-                        (fsdpi_comm_number(w, again, &size) == fsdpi_comm_number(w, other, &size)),
+            W_CHECK((again == other) == (fsdpi_comm_number(w, again, &group) ==
+                                         fsdpi_comm_number(w, other, &group)),
                     "groups have numbers of their own");
         }
     }
@@ -2982,8 +2982,8 @@ static int post_rank(fsdp_world *w, void *arg) {
     int own = p.c->lanes > 0 &&
               (p.c->stream == FSDP_STREAM_COMPUTE || p.c->stream == FSDP_STREAM_EXTENSION);
     W_CHECK(own == (comm != p.mesh->gather_comm[1] && comm != p.mesh->reduce_comm[1]), "own group");
-    int32_t size;
-    W_CHECK(fsdpi_comm_number(w, comm, &size) > 2 && size == RANKS, "a number, a size");
+    fsdpi_subgroup group;
+    W_CHECK(fsdpi_comm_number(w, comm, &group) > 2 && group.size == RANKS, "a number, a size");
     for (int k = 0; k < 3; k++) {
         CALL(w, fsdp_unshard(p.unit)); /* under way meanwhile */
         post_all_kinds(&p, comm);
