@@ -252,8 +252,13 @@ static int parse_options(int argc, char **argv, options *o, int *run) {
     }
     *o = default_options();
     *run = 0;
-    while (!result && (result = getopt_long(argc, argv, "", all, &i)) != -1) {
-        if (result) return EXIT_IMPOSSIBLE; // getopt has printed why
+    opterr = 0;
+    while (!result && (result = getopt_long(argc, argv, ":", all, &i)) != -1) {
+        if (result == '?' && optopt)
+            return impossible("-%c: expected an option: --help lists them", optopt);
+        if (result)
+            return impossible("%s: expected %s: --help lists them", argv[optind - 1],
+                              result == ':' ? "a value" : "an option");
         if (i < REALS) result = parse_int(&ints[i], optarg);
         else if (i < TEXTS) result = parse_real(&reals[i - REALS], optarg);
         else if (i < FLAGS) *texts[i - TEXTS].out = optarg;
@@ -293,10 +298,13 @@ static int check_options(job *j, int ranks) {
     if (o->context > c->context)
         return impossible("--context %d: expected at most max_position_embeddings, %d", o->context,
                           c->context);
+    if (!o->micro && (o->batch < ranks || o->batch % ranks))
+        return impossible("--batch %d: expected a multiple of %d ranks, such as %d", o->batch,
+                          ranks, (o->batch / ranks + 1) * ranks);
     if (!o->micro) o->micro = o->batch / ranks;
-    if (!o->micro || o->batch % ((int64_t)ranks * o->micro))
+    if (o->batch % ((int64_t)ranks * o->micro))
         return impossible("--batch %d: expected a multiple of %d ranks * --micro %d", o->batch,
-                          ranks, o->micro ? o->micro : 1);
+                          ranks, o->micro);
     if (o->warmup < 0) o->warmup = o->steps / 10;
     if (o->lr < 0.0) o->lr = o->lora.rank ? 2e-4 : 1e-5;
     if (o->min_lr < 0.0) o->min_lr = o->lr / 10;
@@ -382,10 +390,10 @@ static int open_job(job *j) {
     fsdp_checkpoint_close(files);
     if (open_lora(j)) return EXIT_IMPOSSIBLE;
     if (o->data && llama_data_open(&j->data, o->data, o->mask, j->config.vocab, why, sizeof why))
-        return impossible("%s", why);
+        return impossible("%s %s", o->mask ? "--data and --mask:" : "--data", why);
     if (o->eval_data &&
         llama_data_open(&j->eval, o->eval_data, NULL, j->config.vocab, why, sizeof why))
-        return impossible("%s", why);
+        return impossible("--eval-data %s", why);
     if (o->export_dir && llama_export_check(o->export_dir, why, sizeof why))
         return impossible("%s", why);
 #ifdef LLAMA_ON_GPU
@@ -714,6 +722,8 @@ static int open_save(trainer *t) {
         return failure(t, "%s", why);
     if (!o->resume || t->rank) return EXIT_DONE;
     printf("resume  %s: %lld steps are done\n", o->save, (long long)t->run.step);
+    if (t->run.step >= o->steps && o->steps)
+        printf("        none is left: --steps %d counts those, too\n", o->steps);
     if (t->json && drop_lines(t->json, o->json, t->run.step))
         fprintf(stderr, PROGRAM ": --json %s: %s\n", o->json, strerror(errno));
     return EXIT_DONE;

@@ -138,14 +138,17 @@ static inline int llama_adapter_name(void *user, const char *name, char *out) {
 }
 
 /* Writes a directory that PEFT loads: adapter_model.safetensors, as f32, and adapter_config.json,
-   which names `base` as the model. Otherwise as llama_export. Collective. */
+   which names `base` as the model, from the root, so that PEFT finds it from any directory.
+   Otherwise as llama_export. Collective. */
 static inline int llama_export_adapter(llama_model *m, fsdp_checkpoint *ck, const char *base,
                                        const char *out, char *why, size_t cap) {
     fsdp_checkpoint_export_desc desc = FSDP_ZERO;
     fsdp_checkpoint_text config = FSDP_ZERO;
-    char text[LLAMA_ADAPTER_TEXT];
+    char text[LLAMA_ADAPTER_TEXT], *whole = realpath(base, NULL);
     config.name = "adapter_config.json", config.data = text;
-    config.nbytes = llama_adapter_text(&m->lora, base, text);
+    config.nbytes = llama_adapter_text(&m->lora, whole && strlen(whole) < LLAMA_PATH ? whole : base,
+                                       text);
+    free(whole);
     desc.dtype = FSDP_F32, desc.rename = llama_adapter_name;
     desc.file_name = "adapter_model.safetensors", desc.max_file_bytes = INT64_MAX; // one file
     desc.texts = &config, desc.num_texts = 1;
@@ -384,9 +387,9 @@ static inline int llama_run_read(const char *path, llama_run *out, char *why, si
     return result;
 }
 
-/* Checks the newest complete checkpoint of `dir`, before ranks start. Without resume it must be one of
-   this program, whose older ones --keep may remove; with resume of *run, too. `dir` or its parent must
-   be a directory. Returns 0, also if there is no checkpoint; -1: `why` has a line. */
+/* Checks the newest complete checkpoint of `dir`, before ranks start. With resume it must be one of
+   *run; without, there must be none, as the new run would end at a step that is there. `dir` or its
+   parent must be a directory. Returns 0; -1: `why` has a line. */
 static inline int llama_save_check(const char *dir, const llama_run *run, int resume, char *why,
                                    size_t cap) {
     char path[LLAMA_PATH];
@@ -415,9 +418,10 @@ static inline int llama_save_check(const char *dir, const llama_run *run, int re
             continue;
         }
         fsdp_checkpoint_close(reader);
-        if (!llama_run_read(path, &saved, why, cap) && resume) {
-            llama_run_check(path, &saved, run, why, cap);
-        }
+        if (llama_run_read(path, &saved, why, cap)) break;
+        if (resume) llama_run_check(path, &saved, run, why, cap);
+        else
+            snprintf(why, cap, "%s: expected no checkpoint: add --resume, or another --save", path);
         break;
     }
     return why[0] ? -1 : 0;

@@ -11,6 +11,7 @@
 """
 import argparse
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -31,7 +32,10 @@ def chat(tokenizer, prompt, response):
 
 def read(tokenizer, path):
     """Returns the tokens of a file and their mask."""
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        sys.exit(f"tokens.py: {path}: expected a text in UTF-8: {why}")
     if not path.endswith(".jsonl"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         return ids, [1] * len(ids)
@@ -52,7 +56,10 @@ def write(path, ids, vocab):
     """Writes tokens as llm.c does: 256 numbers of 4 bytes, then 2 or 4 bytes for each token."""
     magic, version, code = (20240520, 1, "H") if vocab <= 1 << 16 else (20240801, 7, "I")
     header = struct.pack("<256i", magic, version, len(ids), *[0] * 253)
-    Path(path).write_bytes(header + struct.pack(f"<{len(ids)}{code}", *ids))
+    try:
+        Path(path).write_bytes(header + struct.pack(f"<{len(ids)}{code}", *ids))
+    except OSError as why:
+        sys.exit(f"tokens.py: --out {path}: {why.strerror}")
 
 
 def main():
@@ -64,6 +71,12 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("files", nargs="*")
     args = parser.parse_args()
+    if bool(args.out) != bool(args.files) or not (args.out or args.ids or args.text):
+        parser.error("expected --out with files, --ids or --text")
+    if not Path(args.model, "tokenizer_config.json").is_file():
+        sys.exit(f"tokens.py: --model {args.model}: expected a directory with the tokenizer's files"
+                 ", got none with tokenizer_config.json")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no word on PyTorch: it is not needed
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.ids is not None:

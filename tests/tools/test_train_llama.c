@@ -175,8 +175,10 @@ TEST(train_llama, resumes, SECONDS(120)) {
     CHECK(strstr(errors, "seed: expected 1, got 2\n") != NULL);
     /* a launcher that starts the job again resumes: nothing is left to do */
     CHECK_EQ_INT(run("FSDP_RESTART_COUNT=1 " TRAIN "--ranks 3 --save %/run"), 0);
-    CHECK(strstr(output, "run: 6 steps are done\n") != NULL);
+    CHECK(strstr(output, "run: 6 steps are done\n        none is left: --steps 6 counts those"));
     CHECK(strstr(output, "step ") == NULL);
+    CHECK_EQ_INT(run(TRAIN "--ranks 3 --save %/run"), 2);
+    CHECK(strstr(errors, "/run/step-00000006: expected no checkpoint: add --resume, or another"));
 }
 
 /* ---- adapters -------------------------------------------------------------------------------- */
@@ -202,6 +204,7 @@ TEST(train_llama, adapters, SECONDS(120)) {
     CHECK_EQ_INT(run(LORA "--ranks 1 --eval-data %/t.bin --json %/all --export %/adapter"), 0);
     CHECK(strstr(output, "lora    rank 4, alpha 8, q,v,down over the dtype of the files\n"));
     const double loss = evaluated();
+    CHECK_EQ_INT(run("grep -q 'name_or_path\": \"/' %/adapter/adapter_config.json"), 0);
     CHECK_EQ_INT(run("grep -v eval_loss %/all >%/one; true"), 0);
     read_curve("one", &one);
     CHECK_EQ_INT(one.count, STEPS);
@@ -338,6 +341,14 @@ static const struct {
      "nothing to do: expected --data, --eval-data, --sample, --export or --predict"},
     {"no_data", "@ --steps 3", 2, "--steps: expected --data, too"},
     {"word", "@ more", 2, "more: expected an option: --help lists them"},
+    {"unknown", "@ --modle x", 2, "--modle: expected an option: --help lists them"},
+    {"letter", "@ -h", 2, "-h: expected an option: --help lists them"},
+    {"no_value", "@ --steps", 2, "--steps: expected a value: --help lists them"},
+    {"data", "@ --data %/none", 2, "train_llama: --data /"},
+    {"eval_data", "@ --eval-data %/none", 2, "train_llama: --eval-data /"},
+    {"mask_file", "@ --data %/t.bin --mask %/none", 2, "train_llama: --data and --mask: /"},
+    {"few_batches", "@ --data %/t.bin --steps 1 --ranks 3 --batch 2", 2,
+     "--batch 2: expected a multiple of 3 ranks, such as 3"},
     {"integer", "@ --steps 0", 2, "--steps 0: expected a whole number from 1 to 100000000"},
     {"real", "@ --beta1 1", 2, "--beta1 1: expected a number from 0, less than 1"},
     {"alpha", "@ --lora 1 --alpha 1e39", 2,
@@ -387,7 +398,7 @@ static const struct {
     {"eval_every", "@ --data %/t.bin --steps 1 --eval-every 1", 2,
      "--eval-every: expected --eval-data, too"},
     {"batch", "@ --data %/t.bin --steps 1 --ranks 3 --batch 8", 2,
-     "--batch 8: expected a multiple of 3 ranks * --micro 2"},
+     "--batch 8: expected a multiple of 3 ranks, such as 9"},
     {"few_rows", "@ --data %/t.bin --steps 1 --ranks 4 --batch 4 --micro 2", 2,
      "--batch 4: expected a multiple of 4 ranks * --micro 2"},
     {"context", "@ --data %/t.bin --context 1000", 2,
@@ -397,14 +408,14 @@ static const struct {
     {"export", "@ --export %", 2, ": expected a new name, got one that exists"},
     {"json", "@ --data %/t.bin --json %/none/j", 2, "/none/j: No such file or directory"},
     {"launched", "tools/fsdprun -n 3 @ --data %/t.bin --steps 1 --batch 4", 2,
-     "--batch 4: expected a multiple of 3 ranks * --micro 1"},
+     "--batch 4: expected a multiple of 3 ranks, such as 6"},
     {"second_host",
      "tools/fsdprun -n 2 sh -c 'F=t.bin; test $RANK = 0 || F=none; export LOCAL_RANK=0; "
      "exec @ --data %/$F --steps 1 --batch 2'",
      2, "/none: No such file or directory"},
     {"launcher", "WORLD_SIZE=2 RANK=0 @ --ranks 3 --sample 1", 2,
      "--ranks 3 inside a launcher's job of WORLD_SIZE=2: leave it out"},
-    {"mask", "@ --data %/t.bin --mask %/no.mask --steps 2 --context 20 --ranks 2", 1,
+    {"no_mask", "@ --data %/t.bin --mask %/no.mask --steps 2 --context 20 --ranks 2", 1,
      "step 1: expected a counted label, got none: look at --mask"},
     {"token", "@ --sample 97", 1,
      "--sample: token 0 of the prompt: expected 0 to 96 (vocab_size - 1), got 97"}};

