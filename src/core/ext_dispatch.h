@@ -116,27 +116,6 @@ static void fsdpi_update_listeners(fsdp_model *m) {
     m->listeners = (uint8_t)watch;
 }
 
-// Returns the number of a communicator in the order of creation, and sets the mesh (NULL: the
-// world), dim and size of *group. 1: the world's; 0: none.
-static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm,
-                                 fsdpi_subgroup *group) {
-    group->mesh = NULL, group->dim = 0, group->size = w->size;
-    if (!comm || comm == w->comm) return comm != NULL;
-    if (comm == w->reduce_comm) return 2;
-    for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
-        for (int d = 0; d < mesh->ndim; d++) {
-            if (mesh->borrowed[d]) continue;
-            group->mesh = mesh, group->dim = d, group->size = mesh->shape[d];
-            if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
-            if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
-        }
-    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
-        *group = *sub;
-        if (comm == sub->comm) return sub->number;
-    }
-    return 0;
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // Names of ops, labels and pools.
 

@@ -16,6 +16,7 @@
 #include "error.h"
 #include "flight.h"
 #include "guard.h"
+#include "mesh.h"
 #include "objects.h"
 #include "ops.h"
 #include "params.h"

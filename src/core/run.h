@@ -19,6 +19,7 @@
 #include "error.h"
 #include "flight.h"
 #include "host.h"
+#include "mesh.h"
 #include "objects.h"
 #include "shard_math.h"
 #include "timeline.h"
