@@ -137,15 +137,24 @@ H_FN int64_t h_now_ms(void) {
 }
 
 /* Returns the time since boot in which this machine had more to run than cores, or its host
-   withheld cores. If the kernel does not report it: 95 % of the time. */
+   withheld cores. If the kernel does not report it: 95 % of the time. If it does so at first, but
+   cannot be read now: as if all time since then were such. */
 H_FN int64_t h_stalled_ms(void) {
+    static __thread int64_t last, last_at;
+    static __thread int reported = 1;
     FILE *f = fopen("/proc/pressure/cpu", "r"), *g = fopen("/proc/stat", "r");
     long long us = 0, stolen = 0;
-    int told = f && fscanf(f, "some %*s %*s %*s total=%lld", &us) == 1;
-    if (!g || fscanf(g, "cpu %*s %*s %*s %*s %*s %*s %*s %lld", &stolen) != 1) stolen = 0;
+    const int told = f && fscanf(f, "some %*s %*s %*s total=%lld", &us) == 1 && g &&
+                     fscanf(g, "cpu %*s %*s %*s %*s %*s %*s %*s %lld", &stolen) == 1;
+    const int64_t now = h_now_ms();
     if (f) fclose(f);
     if (g) fclose(g);
-    return told ? us / 1000 + stolen * 1000 / sysconf(_SC_CLK_TCK) : h_now_ms() / 20 * 19;
+    if (!last_at) reported = told;
+    if (!reported) last = now / 20 * 19;
+    else if (told) last = us / 1000 + stolen * 1000 / sysconf(_SC_CLK_TCK);
+    else last += now - last_at;
+    last_at = now;
+    return last;
 }
 
 /* Returns a clock that stands still while the machine is overloaded. Measure upper bounds of

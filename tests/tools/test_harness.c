@@ -3,6 +3,7 @@
    SPDX-License-Identifier: MIT */
 #define TAGS NO(ASAN)
 #include "harness.h"
+#include <sys/resource.h> /* getrlimit, setrlimit */
 
 static char output[65536];
 
@@ -260,6 +261,21 @@ TEST(harness, limit_is_of_the_calm_clock) {
         h_start_ms = before[0], h_start_calm_ms = before[1], h_limit_ms = before[2];
         CHECK_MSG(is_over == rows[i].is_over, "row %d: %d", (int)i, is_over);
     }
+}
+
+/* A moment in which the kernel's files cannot be opened moves the clock by that moment only. */
+TEST(harness, calm_clock_without_descriptors) {
+    struct rlimit before, none;
+    CHECK(!getrlimit(RLIMIT_NOFILE, &before));
+    none = before, none.rlim_cur = 3;
+    const int64_t begin = h_now_ms(), calm = h_calm_ms();
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    const int64_t without = h_calm_ms();
+    CHECK(!setrlimit(RLIMIT_NOFILE, &before));
+    const int64_t after = h_calm_ms(), took = h_now_ms() - begin + 20;
+    CHECK_MSG(llabs(without - calm) <= took && llabs(after - calm) <= took,
+              "%lld, without descriptors %lld, then %lld", (long long)calm, (long long)without,
+              (long long)after);
 }
 
 TEST(harness, tmpdir_is_removed) {
