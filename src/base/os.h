@@ -189,7 +189,7 @@ static uint64_t fsdpi_namespace(const char *kind) {
     return stat(path, &st) ? 0 : (uint64_t)st.st_ino;
 }
 
-// Reads the begin of a file of the system as text; "" if that fails.
+// Reads the beginning of a file of the system as text; "" if that fails.
 static void fsdpi_read_text(const char *path, char *out, size_t cap) {
     const int fd = fsdpi_fd(open(path, O_RDONLY | FSDPI_CLOEXEC));
     const ssize_t got = fd < 0 ? 0 : read(fd, out, cap - 1);

@@ -642,12 +642,13 @@ static fsdp_status fsdpi_ck_match_manifest(fsdpi_ck_io *io, fsdpi_ck_opened *o, 
         const fsdpi_ck_file *f = &m.files[i];
         if (p->bytes != f->bytes || p->header != f->header + 8)
             return fsdpi_ck_broken_file(io, FSDP_ERR_CORRUPT, p->name,
-                                   p->bytes < f->bytes ? "the file is cut off: the manifest tells "
-                                                         "a larger one"
-                                                       : "its size is not that of the manifest");
+                                        p->bytes < f->bytes
+                                            ? "the file is cut off: the manifest tells a larger one"
+                                            : "its size is not that of the manifest");
         if (fsdp_crc32c(0, p->text, p->header) != f->header_crc)
             return fsdpi_ck_broken_file(io, FSDP_ERR_CORRUPT, p->name,
-                                   "its header is not the one that the manifest was written for");
+                                        "its header is not the one that the manifest was written "
+                                        "for");
         p->crcs = f->crcs;
     }
     return FSDP_OK;

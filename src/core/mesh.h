@@ -171,8 +171,9 @@ static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm,
             if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
         }
     for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
+        if (comm != sub->comm) continue;
         *group = *sub;
-        if (comm == sub->comm) return sub->number;
+        return sub->number;
     }
     return 0;
 }
