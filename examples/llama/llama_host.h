@@ -318,7 +318,8 @@ static int check_options(job *j, int ranks) {
                           o->eval_data, o->context, (long long)j->eval.num_tokens);
     const llama_run run = run_of(j);
     char why[LLAMA_WHY];
-    if (o->save && llama_save_check(o->save, &run, o->resume, why, sizeof why))
+    if (o->save && (o->steps || o->resume) && !o->predict &&
+        llama_save_check(o->save, &run, o->resume, why, sizeof why))
         return impossible("--save %s", why);
     return EXIT_DONE;
 }
@@ -685,9 +686,9 @@ static int open_rank(trainer *t) {
     return result;
 }
 
-/* Cuts off the last lines of a file of --json: those of steps after `step`, which the resumed run makes
-   again, and a line without an end. Steps rise within a run, so that lines of an earlier run stay.
-   Returns 0; -1: errno says why. */
+/* Cuts off the last lines of a file of --json: those of steps after `step`, which the resumed run
+   makes again, and a line without an end. Steps rise within a run, so that lines of an earlier run
+   stay. Returns 0; -1: errno says why. */
 static int drop_lines(FILE *json, const char *path, int64_t step) {
     FILE *f = fopen(path, "r");
     char line[300];

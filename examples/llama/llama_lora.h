@@ -172,7 +172,8 @@ static inline int llama_adapter_read(const char *dir, llama_lora *lora, char *wh
     why[0] = 0;
     f.why = why, f.cap = cap;
     if (llama_file_read(&f, dir, "adapter_config.json") > 0) {
-        return llama_fail(&f, "cannot be opened: %s", strerror(ENOENT));
+        return llama_fail(&f, "expected an adapter of PEFT, as --lora --export DIR writes it, got "
+                              "no such file");
     }
     if (why[0]) return -1;
     if (!llama_find(&f.root, "peft_type", &v) || !llama_is(&v, "LORA")) {

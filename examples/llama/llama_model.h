@@ -3,7 +3,8 @@
    Units have the names of modules, so that parameters have the names of the files:
    model.embed_tokens, model.layers.N, model.norm and, if the head is not the embedding, lm_head. A
    tied embedding stays open from its forward to its last gradient, so that the gradients of both
-   uses add up; a frozen one to the loss. An untied one is closed between its uses, and the head is open around the loss only.
+   uses add up; a frozen one to the loss. An untied one is closed between its uses, and the head is
+   open around the loss only.
 
    With a llama_lora the parameters of the files are frozen, in any llama_dtype, and adapters are
    trained.
@@ -111,23 +112,29 @@ static inline int llama_ends(const char *name, const char *end) {
     return n >= k && !strcmp(name + n - k, end);
 }
 
-/* Returns 1, and the name of a file with weights of another format, if a directory has one and no
-   safetensors file. */
-static inline int llama_other_format(const char *dir, char *out, size_t cap) {
+/* Sets `why` if a directory has no safetensors file and no index of some: names another format. */
+static inline void llama_no_weights(const char *dir, char *why, size_t cap) {
     static const char *const ends[] = {".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"};
+    int safe = 0;
+    char other[256] = "";
     DIR *d = opendir(dir);
-    out[0] = 0;
     for (struct dirent *e; d && (e = readdir(d));) {
+        safe |= strstr(e->d_name, ".safetensors") != NULL; // or its index
         for (int i = 0; i < 6; i++) {
-            if (llama_ends(e->d_name, ends[i])) snprintf(out, cap, "%s", e->d_name);
-        }
-        if (llama_ends(e->d_name, ".safetensors")) {
-            out[0] = 0;
-            break;
+            if (llama_ends(e->d_name, ends[i])) snprintf(other, sizeof other, "%s", e->d_name);
         }
     }
     if (d) closedir(d);
-    return out[0] != 0;
+    if (!d || safe) return;
+    if (other[0]) {
+        snprintf(why, cap,
+                 "%s: %s: expected model.safetensors, got another format: load the model with "
+                 "transformers, dequantise it, and save it",
+                 dir, other);
+    } else {
+        snprintf(why, cap, "%s: expected model.safetensors next to config.json, got no weights",
+                 dir);
+    }
 }
 
 static inline const char *llama_shape_text(char out[80], int ndim, const int64_t *shape) {
@@ -236,11 +243,7 @@ static inline int llama_files_open(const char *dir, const llama_config *c,
     char name[256];
     extra[0] = 0;
     if (fsdp_checkpoint_open(dir, NULL, NULL, files, why, cap)) {
-        if (!llama_other_format(dir, name, sizeof name)) return -1;
-        snprintf(why, cap,
-                 "%s: %s: expected model.safetensors, got another format: load the model with "
-                 "transformers, dequantise it, and save it",
-                 dir, name);
+        llama_no_weights(dir, why, cap);
         return -1;
     }
     if (llama_check_tensors(c, NULL, *files, dir, why, cap)) {
@@ -416,8 +419,8 @@ static inline int llama_model_create(llama_model *m, fsdp_world *world, const ll
                              why, cap);
 }
 
-/* Predicts the bytes of a rank after steps of `micros` microbatches: those of fsdp_model_memory. With
-   accumulate as llama_step. The last norm and the head are created last, and opened last. */
+/* Predicts the bytes of a rank after steps of `micros` microbatches: those of fsdp_model_memory.
+   accumulate as in llama_step. The last norm and the head are created last, and opened last. */
 static inline fsdp_status llama_model_predict(const llama_model *m, int micros, int accumulate,
                                               fsdp_memory *out) {
     fsdp_predict_desc desc = FSDP_ZERO;

@@ -429,8 +429,8 @@ static inline int llama_save_check(const char *dir, const llama_run *run, int re
 
 /* Loads the newest complete checkpoint of `dir` and sets run->step to its step; 0: there is none,
    and nothing is loaded. A checkpoint of another seed, data, base, batch, context or adapters
-   than in rank 0's *run is refused, and then no parameter has changed. *run is that of llama_checkpoint_create.
-   Returns 0; -1 on every rank: `why` has a line. Collective. */
+   than in rank 0's *run is refused, and then no parameter has changed. *run is that of
+   llama_checkpoint_create. Returns 0; -1 on every rank: `why` has a line. Collective. */
 static inline int llama_checkpoint_resume(llama_model *m, fsdp_checkpoint *ck, const char *dir,
                                           llama_run *run, char *why, size_t cap) {
     char path[LLAMA_PATH], line[LLAMA_WHY];

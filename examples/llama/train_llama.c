@@ -2,8 +2,8 @@
 
    Reads a directory with config.json and safetensors, and tokens in the form of llm.c; trains all
    parameters, or adapters over frozen ones; writes checkpoints, and at the end a directory that
-   transformers or PEFT loads. Each layer is one unit of fsdp.h. The arithmetic is in llama.h, the model in llama_model.h; README.md shows
-   the whole way from a text to a fine-tuned model.
+   transformers or PEFT loads. Each layer is one unit of fsdp.h. The arithmetic is in llama.h, the
+   model in llama_model.h; README.md shows the whole way from a text to a fine-tuned model.
 
    Build (in the repository's root; `make examples` does it):
        cc -O3 -march=native -ffp-contract=fast -I. examples/llama/train_llama.c -o train_llama \

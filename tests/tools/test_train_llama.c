@@ -179,6 +179,9 @@ TEST(train_llama, resumes, SECONDS(120)) {
     CHECK(strstr(output, "step ") == NULL);
     CHECK_EQ_INT(run(TRAIN "--ranks 3 --save %/run"), 2);
     CHECK(strstr(errors, "/run/step-00000006: expected no checkpoint: add --resume, or another"));
+    /* without a step nothing is saved */
+    CHECK_EQ_INT(run(TRAIN "--ranks 3 --save %/run --predict"), 0);
+    CHECK_EQ_INT(run("@ --sample 1 --save %/run"), 0);
 }
 
 /* ---- adapters -------------------------------------------------------------------------------- */
@@ -385,7 +388,10 @@ static const struct {
     {"adapter_dtype", "@ --lora 1 --export %/e --export-dtype bf16", 2,
      "--export-dtype: an adapter is written as f32: leave it out, or add --merge"},
     {"no_adapter", "@ --adapter docs --sample 1", 2,
-     "docs/adapter_config.json: cannot be opened: No such file or directory"},
+     "docs/adapter_config.json: expected an adapter of PEFT, as --lora --export DIR writes it, got "
+     "no such file"},
+    {"no_weights", "mkdir %/w && set -- @ && cp $3/config.json %/w && $1 --model %/w --sample 1", 2,
+     "/w: expected model.safetensors next to config.json, got no weights"},
     {"two_ranks", "@ --adapter docs --lora 4 --sample 1", 2,
      "--adapter: its adapter_config.json has rank, alpha and targets: leave out --lora"},
     {"two_alphas", "@ --adapter docs --alpha 4 --sample 1", 2,
