@@ -168,6 +168,22 @@ static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const ch
     return fsdpi_null(m ? m->world : NULL, call, which);
 }
 
+// Checks the index of a parameter of unit u.
+static fsdp_status fsdpi_check_index(const fsdp_unit *u, int index, const char *call) {
+    const int last = u->desc.num_params - 1;
+    return index >= 0 && index <= last
+               ? FSDP_OK
+               : fsdpi_invalid_arg(u->model->world,
+                                   "[E170] %s: unit '%s' has no parameter %d, expected 0..%d", call,
+                                   u->desc.name, index, last);
+}
+// Checks that unit u is one of the model, or NULL.
+static fsdp_status fsdpi_check_owner(const fsdp_model *m, const fsdp_unit *u, const char *call) {
+    return !u || u->model == m
+               ? FSDP_OK
+               : fsdpi_invalid_arg(m->world, "[E161] %s: the unit belongs to another model", call);
+}
+
 // Reports that the host's allocator has failed. name: a unit's or an extension's, or "". The text
 // says how much memory the models of this rank hold, but names no remedy: that would need memory.
 static FSDPI_NOINLINE fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,

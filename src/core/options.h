@@ -39,8 +39,7 @@ static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *w
     if (!m) return fsdpi_null_of(u ? u->model : NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
-    if (u && u->model != m)
-        return fsdpi_invalid_arg(m->world, "[E161] %s: the unit belongs to another model", what);
+    FSDPI_TRY(fsdpi_check_owner(m, u, what));
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)

@@ -130,11 +130,7 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "param_view_get", "unit or out");
     FSDPI_TRY(fsdpi_shards_readable(unit->model));
-    if (index < 0 || index >= unit->desc.num_params)
-        return fsdpi_invalid_arg(
-            unit->model->world,
-            "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d", unit->desc.name,
-            index, unit->desc.num_params - 1);
+    FSDPI_TRY(fsdpi_check_index(unit, index, "param_view_get"));
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -393,9 +389,7 @@ FSDP_API FSDP_COLD fsdp_status fsdp_model_broadcast(fsdp_model *model, fsdp_unit
     if (!model) return fsdpi_null_of(unit ? unit->model : NULL, what, "model");
     int begin = unit ? unit->desc.index : 0;
     FSDPI_TRY(fsdpi_failed(model->world));
-    if (unit && unit->model != model)
-        return fsdpi_invalid_arg(model->world, "[E109] %s: the unit belongs to another model",
-                                 what);
+    FSDPI_TRY(fsdpi_check_owner(model, unit, what));
     int end = unit ? begin + 1 : model->num_units;
     for (int i = begin; i < end; i++) {
         const fsdp_unit *u = model->units[i];

@@ -184,11 +184,7 @@ FSDP_API fsdp_status fsdp_param_desc_get(const fsdp_unit *unit, int index, fsdp_
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "param_desc_get", "unit or out");
     memset(out, 0, sizeof *out);
-    if (index < 0 || index >= unit->desc.num_params)
-        return fsdpi_invalid_arg(
-            unit->model->world,
-            "[E571] param_desc_get: unit '%s' has no parameter %d, expected 0..%d",
-            unit->desc.name, index, unit->desc.num_params - 1);
+    FSDPI_TRY(fsdpi_check_index(unit, index, "param_desc_get"));
     const fsdpi_param *p = &unit->params[index];
     out->name = p->name;
     out->user = p->user;

@@ -400,11 +400,7 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
-    if (index < 0 || index >= u->desc.num_params)
-        return fsdpi_invalid_arg(
-            u->model->world, "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
-            fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
-    return FSDP_OK;
+    return fsdpi_check_index(u, index, fsdpi_call_name(call));
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -682,7 +682,7 @@ static void empty_views(lab_rank *r) {
     rig_open(&x, r->w, NULL, &p, 1);
     memset(&v, 0xFF, sizeof v);
     memset(&flat, 0xFF, sizeof flat);
-    REFUSED(x.w, fsdp_param_view_get(x.u, 1, &v), "[E167]");
+    REFUSED(x.w, fsdp_param_view_get(x.u, 1, &v), "[E170]");
     CHECK(!v.numel && !v.shard && !v.unit);
     memset(&v, 0xFF, sizeof v);
     REFUSED(x.w, fsdp_param_at(x.m, 1, &v), "[E168]");

@@ -257,7 +257,7 @@ static void hsdp_differs(lab_rank *r) {
             "[E100] model_broadcast: root is 2, expected 0..1 of unit 'first'");
     REFUSED(r->w, fsdp_model_broadcast(x.m, x.u[1], -1), "of unit 'second'");
     rig y = make(r, mesh);
-    REFUSED(r->w, fsdp_model_broadcast(y.m, x.u[1], 0), "[E109] model_broadcast");
+    REFUSED(r->w, fsdp_model_broadcast(y.m, x.u[1], 0), "[E161] model_broadcast");
     REFUSED(NULL, fsdp_model_broadcast(NULL, NULL, 0), "model is NULL");
     CALL(r->w, fsdp_pre_forward(x.u[0]));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_model_broadcast(x.m, NULL, 0), "unit 'first'");
