@@ -66,7 +66,7 @@ typedef struct fsdpi_ck_reader {
     int64_t num_items;
     fsdpi_ck_read_op reads[FSDPI_CK_READS];
     fsdpi_ck_copy_op runs[FSDPI_CK_RUNS];
-    int32_t num_reads, num_runs, reads_done;
+    int32_t num_reads, num_runs;
     int64_t used; // bytes of scratch in use
     int check;    // 1: compare checksums
     int last;     // 1: this is the last job

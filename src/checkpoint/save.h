@@ -13,6 +13,7 @@
 #ifndef FSDPI_CHECKPOINT_SAVE_H
 #define FSDPI_CHECKPOINT_SAVE_H
 
+#include "../base/hash.h"
 #include "../base/os.h"
 #include "files.h"
 #include "retention.h"
@@ -88,12 +89,6 @@ static void fsdpi_ck_list_spans(fsdp_checkpoint *ck) {
     s->num_spans = s->num_entries;
 }
 
-static uint64_t fsdpi_ck_mix(uint64_t h, const void *data, int64_t nbytes) {
-    const unsigned char *c = (const unsigned char *)data;
-    for (int64_t i = 0; i < nbytes; i++) h = (h ^ c[i]) * 0x100000001B3u;
-    return h;
-}
-
 /* Makes this rank's table, header and spans. The header is identical in all saves of one layout. */
 static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint64_t *layout) {
     fsdpi_ck_save *s = &ck->save;
@@ -123,7 +118,7 @@ static fsdp_status fsdpi_ck_prepare(fsdp_checkpoint *ck, const char *call, uint6
         s->header_crc = fsdp_crc32c(0, header, s->header_bytes);
     }
     fsdpi_ck_list_spans(ck);
-    *layout = fsdpi_ck_mix(0xCBF29CE484222325u, s->header.ptr, s->header_bytes) | 1;
+    *layout = fsdpi_hash_bytes(0, s->header.ptr, (size_t)s->header_bytes) | 1;
     return FSDP_OK;
 }
 
@@ -498,7 +493,7 @@ static uint64_t fsdpi_ck_nonce(void) {
     (void)fsdpi_clock_gettime(0 /* CLOCK_REALTIME */, &wall);
     uint64_t part[4] = {(uint64_t)wall.tv_sec, (uint64_t)wall.tv_nsec,
                         (uint64_t)fsdpi_monotonic_ns(NULL), (uint64_t)getpid()};
-    return fsdpi_ck_mix(0xCBF29CE484222325u, part, (int64_t)sizeof part);
+    return fsdpi_hash_bytes(0, part, sizeof part);
 }
 
 // Returns the bytes of copies that a save needs. 0: the caller waits, so the worker writes from the

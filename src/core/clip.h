@@ -142,9 +142,9 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     // The norm's collective compares the settings across its ranks; other replicas compare them in
     // their next collective.
     const double settings[3] = {d.max_norm, d.norm_type, (double)d.error_if_nonfinite};
-    uint64_t given = 1, bits[3];
+    uint64_t bits[3];
     memcpy(bits, settings, sizeof bits);
-    for (int k = 0; k < 3; k++) given = fsdpi_hash(given, bits[k]);
+    const uint64_t given = fsdpi_hash_words(1, bits, 3);
     model->agreed_hash = fsdpi_hash(model->agreed_hash, given);
     model->norm_type = d.norm_type;
     fsdp_status status = fsdpi_norm(model, given);

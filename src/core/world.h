@@ -66,7 +66,6 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
     }
-    if (!d->logger.log) d->logger.log = fsdpi_stderr_log;
     if (!d->clock.now_ns) d->clock.now_ns = fsdpi_monotonic_ns;
     return FSDP_OK;
 }

@@ -174,15 +174,12 @@ static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r) 
     fsdpi_dt_free(dm->model, r);
 }
 
-static void fsdpi_dt_forget(fsdp_dmesh *dm) {
-    for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
-}
-
 // Handles a reset of the model: it forgets redistributions that have begun.
 static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
                          fsdp_status *status) {
+    fsdp_redistribution *r = call == FSDP_CALL_RESET ? ((fsdp_dmesh *)user)->redistributions : NULL;
     (void)model, (void)unit, (void)status;
-    if (call == FSDP_CALL_RESET) fsdpi_dt_forget((fsdp_dmesh *)user);
+    for (; r; r = r->next) r->begun = 0;
     return 0;
 }
 

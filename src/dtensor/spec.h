@@ -45,12 +45,6 @@ static int fsdpi_dt_cuts(const fsdp_placement *p, int dim) {
     return p->kind == FSDP_SHARD && p->dim == dim;
 }
 
-static int fsdpi_dt_num_cuts(const fsdp_spec *s, int dim) {
-    int count = 0;
-    for (int m = 0; m < s->mesh_ndim; m++) count += fsdpi_dt_cuts(&s->place[m], dim);
-    return count;
-}
-
 // Returns the mesh dim that makes cut number `order` of a tensor dim, or -1.
 static int fsdpi_dt_cut_at(const fsdp_spec *s, int dim, int order) {
     for (int m = 0; m < s->mesh_ndim; m++)
@@ -138,9 +132,9 @@ static int fsdpi_dt_other_op(const fsdp_spec *s, int op, int except) {
 
 // Checks that the orders of one tensor dim are a permutation; all 0 means from left to right.
 static fsdp_status fsdpi_dt_check_orders(const char *call, fsdp_spec *s, int dim) {
-    int count = fsdpi_dt_num_cuts(s, dim), given = 0, next = 0;
+    int count = 0, given = 0, next = 0;
     for (int m = 0; m < s->mesh_ndim; m++)
-        given |= fsdpi_dt_cuts(&s->place[m], dim) && s->place[m].order != 0;
+        if (fsdpi_dt_cuts(&s->place[m], dim)) count++, given |= s->place[m].order != 0;
     for (int m = 0; m < s->mesh_ndim && !given; m++)
         if (fsdpi_dt_cuts(&s->place[m], dim)) s->place[m].order = (int8_t)next++;
     for (int order = 0; order < count; order++)

@@ -571,12 +571,8 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int ea
     fsdp_plan_cost c;
     fsdp_status status = plan && eager ? fsdp_model_commit(plan->model) : FSDP_OK;
     if (status) return status; // a new layout has dropped all plans by now
-    if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
-        return fsdp_fail(
-            plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-            "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
-            "the number of plans, which is %d",
-            index, fsdp_plan_count(plan));
+    status = fsdpi_plan_check_index(plan, index, cost && out, "plan_simulate: plan, cost or out");
+    if (status) return status;
     fsdp_plan *p = plan->kinds[index]->plan;
     status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
@@ -660,11 +656,7 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_variant *
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
-    if (!plan || !out || index < 0 || index >= plan->num_kinds)
-        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
-                         "the number of plans, which is %d",
-                         index, fsdp_plan_count(plan));
+    FSDPI_TRY(fsdpi_plan_check_index(plan, index, out != NULL, "plan_report_get: plan or out"));
     const fsdpi_plan_variant *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;
     memset(out, 0, sizeof *out);

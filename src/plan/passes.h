@@ -75,12 +75,11 @@ static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_variant *
 
 // Returns a hash of a collective's properties that must be equal in a bucket.
 static uint64_t fsdpi_plan_join_key(const fsdp_op *op, const fsdpi_plan_pair *pair) {
-    uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)(uintptr_t)op->comm), scale, factor;
-    memcpy(&scale, &op->scale, sizeof scale);
-    memcpy(&factor, &op->factor, sizeof factor);
+    uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)(uintptr_t)op->comm);
     h = fsdpi_plan_mix(h, (uint64_t)op->dtype << 24 | (uint64_t)op->out_dtype << 16 |
                               (uint64_t)op->in_place << 8 | op->redop);
-    h = fsdpi_plan_mix(fsdpi_plan_mix(fsdpi_plan_mix(h, scale), factor), op->accumulate);
+    h = fsdpi_plan_mix(fsdpi_plan_mix(h, fsdpi_plan_bits(op->scale)), fsdpi_plan_bits(op->factor));
+    h = fsdpi_plan_mix(h, op->accumulate);
     h = fsdpi_plan_mix(h, pair->src < 0 ? (uint64_t)(uintptr_t)op->src : 0);
     return fsdpi_plan_mix(h, pair->dst < 0 ? (uint64_t)(uintptr_t)op->dst : 0);
 }
