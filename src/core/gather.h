@@ -126,7 +126,7 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
 // wait for it if there are gradient hooks: they follow COMPUTE and may write shards.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     int in_flight = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
-    if (in_flight ? u->model->is_last_backward : u->options.reshard_after_backward)
+    if (in_flight ? u->model->options.is_last_backward : u->options.reshard_after_backward)
         return fsdpi_do_reshard(u);
     if (!in_flight || !u->model->grad_hooks) return FSDP_OK;
     return fsdpi_emit_step(u, &fsdpi_waits[u->layout.gather]);

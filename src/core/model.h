@@ -87,7 +87,7 @@ FSDP_API FSDP_COLD fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_m
     if (!m) return fsdpi_no_memory(world, "model_create", "", sizeof *m);
     m->world = world;
     m->desc = d;
-    m->grad_enabled = m->is_last_backward = 1;
+    m->options = fsdpi_first_options;
     m->host_bytes = (int64_t)sizeof *m;
     fsdp_status status = FSDP_OK;
     if (!d.mesh && !d.mesh_info) {

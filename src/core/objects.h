@@ -329,6 +329,12 @@ enum {
 };
 enum { FSDPI_LISTEN_RECORDS = FSDPI_LISTEN_OPS | FSDPI_LISTEN_TIMES };
 
+// The options of a model. Plans hash and restore them as a whole: all are int, without a gap.
+typedef struct fsdpi_model_options {
+    int grad_enabled, is_last_backward, uneven;
+} fsdpi_model_options;
+static const fsdpi_model_options fsdpi_first_options = {1, 1, 0};
+
 struct fsdp_model {
     fsdp_world *world;
     fsdp_model_desc desc; // resolved
@@ -347,7 +353,7 @@ struct fsdp_model {
     int laid_out;  // 1: there is a layout
     int committed; // 1: and the extensions have been notified of it
     int backward;  // 1 from the first pre_backward until finalize: the column of fsdpi_rows
-    int grad_enabled, is_last_backward, uneven;
+    fsdpi_model_options options;
     uint8_t call_state; // training state that the ops of the current call carry
     uint64_t seq, step, release_seq; // numbers of the last op, of the step, of the last release
     uint64_t agreed_hash; // hash of the values given to fsdp_agree

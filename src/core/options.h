@@ -49,25 +49,30 @@ static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *w
     return status;
 }
 
-// Sets an option of the model, an int at `field`.
+// Sets an option of the model, an int at `field` of its options.
 static fsdp_status fsdpi_set_model(fsdp_model *m, const char *what, size_t field, int value) {
     if (!m) return fsdpi_null(NULL, what, "model");
-    *(int *)(void *)((char *)m + field) = value != 0;
+    *(int *)(void *)((char *)&m->options + field) = value != 0;
     m->settings = 0;
     return fsdpi_failed(m->world);
 }
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *m, int enabled) {
-    return fsdpi_set_model(m, "set_grad_enabled", offsetof(fsdp_model, grad_enabled), enabled);
+    return fsdpi_set_model(m, "set_grad_enabled", offsetof(fsdpi_model_options, grad_enabled),
+                           enabled);
 }
 FSDP_API fsdp_status fsdp_set_uneven_inputs(fsdp_model *m, int uneven) {
-    return fsdpi_set_model(m, "set_uneven_inputs", offsetof(fsdp_model, uneven), uneven);
+    return fsdpi_set_model(m, "set_uneven_inputs", offsetof(fsdpi_model_options, uneven), uneven);
 }
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *m, int is_last) {
-    return fsdpi_set_model(m, "set_is_last_backward", offsetof(fsdp_model, is_last_backward),
-                           is_last);
+    return fsdpi_set_model(m, "set_is_last_backward",
+                           offsetof(fsdpi_model_options, is_last_backward), is_last);
 }
-FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model) { return model && model->uneven; }
-FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
+FSDP_API int fsdp_has_uneven_inputs(const fsdp_model *model) {
+    return model && model->options.uneven;
+}
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) {
+    return model && model->options.grad_enabled;
+}
 
 static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *what, size_t field,
                                     int value) {

@@ -169,7 +169,7 @@ static FSDP_COLD fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdp_
     fsdpi_predict_world(r, w);
     dry->desc = m->desc;
     dry->info = m->info;
-    dry->grad_enabled = dry->is_last_backward = 1;
+    dry->options = fsdpi_first_options;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
     fsdp_status status = fsdpi_failed(w);

@@ -43,7 +43,7 @@
 // Notes a forward whose backward is due. Backward prefetches the units in the reverse order.
 static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    if (!m->grad_enabled) return FSDP_OK;
+    if (!m->options.grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (m->num_order == m->cap_order) {
             fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
@@ -59,7 +59,8 @@ static fsdp_status fsdpi_do_note_forward(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_begin_backward(fsdp_unit *u) {
-    u->state.forwards -= u->model->is_last_backward; // otherwise another backward may follow
+    // Otherwise another backward may follow.
+    u->state.forwards -= u->model->options.is_last_backward;
     u->model->backward = 1;
     return FSDP_OK;
 }
@@ -199,7 +200,7 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     if (call == FSDP_CALL_DATA && at.forwards > 0 && at.training != FSDP_STATE_FORWARD)
         first = FSDP_CALL_PRE_BACKWARD; // a forward would be possible, too, but a backward is due
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_next_hook(&at, call, depth);
-    int is_off = !u->model->grad_enabled && at.forwards == 0;
+    int is_off = !u->model->options.grad_enabled && at.forwards == 0;
     const char *also = call == FSDP_CALL_DATA ? ", and its parameters are not gathered"
                        : is_off               ? " (gradients are off: fsdp_set_grad_enabled)"
                                               : "";
@@ -446,7 +447,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     m->backward = 0;
     m->step++;
     fsdpi_pools_rewind(m);
-    if (m->is_last_backward) fsdpi_forget_forwards(m);
+    if (m->options.is_last_backward) fsdpi_forget_forwards(m);
     return FSDP_OK;
 }
 

@@ -313,11 +313,11 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         return 0;
     }
     if (p->mode == FSDP_PLAN_PAUSED)
-        p->open = !ends && (p->open || model->grad_enabled); // as below
+        p->open = !ends && (p->open || model->options.grad_enabled); // as below
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
-    if (!p->open && !model->grad_enabled) return 0; // an evaluation is no step
-    if (!p->open && model->uneven) {                // nor has it one program
+    if (!p->open && !model->options.grad_enabled) return 0; // an evaluation is no step
+    if (!p->open && model->options.uneven) {                // nor has it one program
         p->mode = FSDP_PLAN_EAGER;
         snprintf(p->why, sizeof p->why, "%s", "uneven inputs: ranks make other calls in this step");
         return 0;

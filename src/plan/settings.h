@@ -42,8 +42,7 @@ static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *
 // Returns the sum of hashes over the options of a model and its units. The model keeps it until an
 // option changes.
 static FSDPI_NOINLINE uint64_t fsdpi_plan_add_settings(fsdp_model *m) {
-    int modes = m->grad_enabled | m->is_last_backward << 1 | m->uneven << 2;
-    uint64_t sum = fsdpi_hash(0, (uint64_t)modes);
+    uint64_t sum = fsdpi_hash_bytes(0, &m->options, sizeof m->options);
     for (int i = 0; i < m->num_units; i++)
         sum += fsdpi_plan_settings_of(m->units[i], &m->units[i]->options);
     return m->settings = sum;

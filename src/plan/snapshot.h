@@ -76,9 +76,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
     fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
     fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
-    fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
-    fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
-    fsdpi_walk_bytes(w, &m->uneven, sizeof m->uneven);
+    fsdpi_walk_bytes(w, &m->options, sizeof m->options);
     fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
