@@ -267,8 +267,9 @@ static int64_t fsdpi_quiet_ns(const fsdp_boot *boot) {
 /* Follows the waits from a missing member on, and returns the rank to blame. That is the rank with
    the longest silence, if it exceeds fsdpi_quiet_ns (or the member itself, if its silence is more
    than half as long); otherwise the last rank of the trail, if it does not wait.
-   Returns FSDPI_BLAME_NONE if the last rank waits for an unknown one, and FSDPI_BLAME_RING if ranks
-   wait for each other and the store receives beats from them. */
+   Returns `rank` if the store knows nothing of a rank of the trail; FSDPI_BLAME_NONE if the last
+   rank waits for an unknown one, or the trail is full; FSDPI_BLAME_RING if ranks wait for each
+   other and the store receives beats from them. */
 static int fsdpi_follow(fsdpi_comm *c, int rank, fsdpi_trail *trail) {
     int worst = 0, next = rank, last = 0;
     trail->ranks[0] = c->boot->rank;

@@ -1205,7 +1205,8 @@ static int fsdpi_gloo_evict(fsdpi_gloo_connector *g, int of_all) {
     return oldest != NULL;
 }
 
-// Returns a place for a caller, after it has closed the oldest one if needed; NULL: there is none.
+// Returns a free link for a caller. If there is none, it closes the oldest unproven one; NULL: all
+// are proven.
 static fsdpi_gloo_link *fsdpi_gloo_seat(fsdpi_gloo_connector *g) {
     for (int turn = 0; turn < 2; turn++) {
         for (int i = g->c->base.index; i < g->num_links; i++)
@@ -1323,7 +1324,7 @@ static fsdp_status fsdpi_gloo_open_door(fsdpi_gloo_connector *g) {
                            address, strerror(errno));
 }
 
-// Publishes this rank's endpoint, and reads the endpoints of the members before it.
+// Publishes this rank's endpoint, and reads those of the remote members before it.
 static fsdp_status fsdpi_gloo_find_doors(fsdpi_gloo_connector *g) {
     fsdpi_gloo_comm *c = g->c;
     fsdpi_store *store = fsdpi_gloo_store(c);

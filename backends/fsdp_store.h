@@ -100,9 +100,6 @@
 
 typedef struct fsdpi_store fsdpi_store;
 
-// A rank's connection. Before the thread runs, open uses the socket; afterwards only the thread
-// does. `lock` guards the fields out, requests and `failure`.
-
 typedef struct fsdpi_store_request {
     struct fsdpi_store_request *next;
     uint32_t id, done; // the caller sleeps on done
@@ -111,6 +108,8 @@ typedef struct fsdpi_store_request {
     size_t cap, bytes;
 } fsdpi_store_request;
 
+// A rank's connection. Before the thread runs, open uses the socket; afterwards only the thread
+// does. `lock` guards out, requests, next_id and failure.
 struct fsdpi_store {
     fsdpi_store_desc desc;
     fsdpi_store_where where;

@@ -585,7 +585,8 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
 
 // Returns the worth of a connection, from 0, which is being refused, to 3, a rank's.
 static int fsdpi_conn_worth(const fsdpi_conn *conn) {
-    if (conn->state == FSDPI_CONN_RANK) return 3; // seal_out: it has the right token
+    if (conn->state == FSDPI_CONN_RANK) return 3;
+    // seal_out is on: it has the right token.
     return conn->seal_out.on ? 2 : conn->state == FSDPI_CONN_UNTRUSTED;
 }
 

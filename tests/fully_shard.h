@@ -519,7 +519,8 @@ FS_FN void fs_layer_backward(fs_run *x, const fs_tape *t, int at) {
 
 /* ---- forward and backward -------------------------------------------------------------------- */
 
-/* The layers from..to-1 that belong together; unit: theirs. Returns where the next ones begin. */
+/* Returns the end of the group of layers that begins at `from`, and sets *unit to its unit. A layer
+   without a unit belongs to the group before it. */
 FS_FN int fs_group(const fs_net *net, int from, int *unit) {
     int to = from;
     *unit = net->layers[from].unit;

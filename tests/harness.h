@@ -10,8 +10,7 @@
 
    A program: TEST  TEST_P; main() comes with the header.
    Tags (H_TAG_LIST) name the variants in which a test runs, and SECONDS its timeout. They follow
-   the
-   test's name; for all tests of a file they precede this header. In a TEST_P they may use `row`:
+   the test's name; for all tests of a file they precede this header. In a TEST_P they may use `row`:
        #define TAGS GLOO
        TEST(mesh, random, SLOW | SECONDS(300)) { ... }
        TEST_P(gather, ranks, sizes, row->world > 8 ? AT_NIGHT(GLOO) : 0) { ... }

@@ -202,7 +202,8 @@ static void fsdpi_loops(void *dst, fsdp_dtype to, const char *const *srcs, int n
     else fsdpi_loop_base(dst, to, srcs, num, from, count, scale);
 }
 
-// Copies 64 bytes at a time around the caches: a line is not read only to be overwritten.
+// Copies with stores that bypass the caches: a line is not read only to be overwritten. dst is
+// aligned to 16 bytes, of which `bytes` is a multiple.
 static void fsdpi_stream(char *dst, const char *src, size_t bytes) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__CUDACC__)
     typedef long long vector __attribute__((vector_size(16), may_alias));

@@ -237,7 +237,7 @@ static fsdp_status fsdpi_ck_live_list_all(fsdpi_ck_live *l, const char *call) {
     return status;
 }
 
-// Gathers a parameter: to rank 0's room.
+// Gathers a parameter on all ranks; rank 0 gets it in l->whole.
 static fsdp_status fsdpi_ck_live_gather(fsdpi_ck_live *l, int32_t ordinal) {
     fsdp_param_view v;
     fsdp_status status = fsdp_param_at(l->ck->model, ordinal, &v);

@@ -479,8 +479,8 @@ static fsdp_status fsdpi_ck_no_checkpoint(fsdpi_ck_io *io, const char *path, fsd
                                      "checkpoint?");
 }
 
-// Reads a directory of another program: index and index name as pieces, and the data files in
-// `told`.
+// Reads a directory that another program wrote. Appends two pieces to b, the index and its name
+// (-1: there is none), and lists the data files in `told`.
 static fsdp_status fsdpi_ck_fetch_others(fsdpi_ck_io *io, const char *path, fsdpi_ck_headers *b,
                                          fsdpi_ck_leaves *l, fsdpi_ck_leaves *told) {
     char single[256] = "";

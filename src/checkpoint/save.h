@@ -462,7 +462,7 @@ static fsdp_status fsdpi_ck_check_units(fsdp_checkpoint *ck, const char *call) {
              memory.pool_slots[FSDP_POOL_REDUCE_OUT]))
             return fsdp_fail(ck->world, FSDP_ERR_INVALID_STATE,
                              "[E430] %s: unit '%s' holds gradients that are not reduced: save "
-                             "behind a backward with gradient sync",
+                             "after a backward with gradient sync",
                              call, fsdp_unit_label(v.unit));
     }
     return status;

@@ -89,7 +89,7 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     if (op->kind >= FSDP_OP_COUNT) return "kind is not one of FSDP_OP_*";
     if (op->stream >= FSDP_STREAM_COUNT) return "stream is not one of FSDP_STREAM_*";
     if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
-    if (op->model != m) return "model is not this model: make the record with fsdp_op_init";
+    if (op->model != m) return "model is not this model: make the op with fsdp_op_init";
     if (!op->what) return "what is NULL, expected the name of a unit or a call";
     if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
     if (op->kind == FSDP_OP_UPDATE && (!op->list || !op->list_count))

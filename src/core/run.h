@@ -420,7 +420,8 @@ static void fsdpi_drain(fsdp_world *w) {
     for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
 }
 
-// Runs an op in the order of its stream, after the events in wait[].
+// Runs an op, or queues it in its stream: for a worker or for the device. It starts after the
+// events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, fsdp_op *op) {
     if (w->mode == FSDP_RUN_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDP_RUN_STREAMS) {

@@ -211,8 +211,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         int64_t now = fsdpi_monotonic_ns(NULL);
         if (s->first.status && !failed_at) failed_at = now;
         int64_t since_ms = failed_at ? (now - failed_at) / 1000000 : -1;
-        // The others see that the world is aborted, and end by themselves. Ranks that compute on
-        // are terminated after half of grace_ms, and killed after all of it.
+        // The others see that the world is aborted, and end by themselves. Ranks that go on
+        // computing get SIGTERM after half of grace_ms, and SIGKILL after all of it.
         if (signalled < 1 && since_ms >= s->grace_ms / 2)
             signalled = 1, fsdpi_spawn_kill(s, ranks, 15 /* SIGTERM */);
         if (signalled < 2 && since_ms >= s->grace_ms)

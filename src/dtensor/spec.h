@@ -266,7 +266,8 @@ FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor
 }
 
 // Inserts mesh dim m at the first order at which there are `factor` pieces already; later cuts move
-// on by one. Call it from right to left: the dims to the right of m must have their orders.
+// on by one. Call it from right to left: the dims to the right of m must have their orders. Returns
+// 0 if there is no such order.
 static int fsdpi_dt_insert(fsdp_spec *s, int m, int64_t factor) {
     int dim = s->place[m].dim, at = 0, right;
     int64_t pieces = 1;

@@ -102,7 +102,7 @@ static fsdp_status fsdpi_muon_emit_blocks(const fsdpi_muon_opt *o, fsdp_op op,
     return fsdp_emit(o->base.model, &op);
 }
 
-// Emits the first updates of the optimizer's list.
+// Emits the first `num` of o->base.updates.
 static fsdp_status fsdpi_muon_emit_updates(const fsdpi_muon_opt *o, int num, fsdp_buf *src,
                                            fsdp_buf *dst) {
     return fsdpi_optim_emit_on(o->base.model, o->base.memory, "muon_step", o->base.updates, num,

@@ -482,8 +482,8 @@ static uint64_t fsdpi_optim_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// Sets the random bits of a run, which lies in one parameter. They depend on the positions of its
-// elements in the whole parameter, not on this rank or its layout.
+// Sets the key and the positions from which the random bits of a span come, which lies in one
+// parameter. Positions are those in the whole parameter: the bits do not depend on rank or layout.
 static fsdp_status fsdpi_optim_rounds(const fsdp_optim *o, const fsdpi_optim_span *run,
                                       fsdp_update *u) {
     fsdp_param_view v = FSDP_ZERO;

@@ -656,7 +656,9 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_variant *
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
-    FSDPI_TRY(fsdpi_plan_check_index(plan, index, out != NULL, "plan_report_get: plan or out"));
+    fsdp_status status =
+        fsdpi_plan_check_index(plan, index, out != NULL, "plan_report_get: plan or out");
+    if (status) return status;
     const fsdpi_plan_variant *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;
     memset(out, 0, sizeof *out);

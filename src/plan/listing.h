@@ -290,4 +290,13 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_variant *k,
     return status;
 }
 
+// Fails if an argument is NULL, or there is no plan `index`. which: the call and its pointers.
+static fsdp_status fsdpi_plan_check_index(const fsdp_plan *plan, int index, int given,
+                                          const char *which) {
+    if (plan && given && index >= 0 && index < plan->num_kinds) return FSDP_OK;
+    return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                     "[E981] %s is NULL, or index %d is not below the number of plans, which is %d",
+                     which, index, fsdp_plan_count(plan));
+}
+
 #endif // FSDPI_PLAN_LISTING_H

@@ -129,7 +129,7 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
                                          const fsdpi_plan_tape *t) {
     fsdp_status status = FSDP_OK;
     for (int u = 0; u < f->num_units; u++) {
-        f->order[u] = -1; // the open span
+        f->order[u] = -1; // the open span of unit u; -1: none
         f->managed[u] = !t->held[u];
     }
     for (int i = 0; i < t->num_uses; i++)

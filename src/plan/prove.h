@@ -718,18 +718,11 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     return status;
 }
 
-// Fails if an argument is NULL, or there is no plan `index`. which: the call and its pointers.
-static fsdp_status fsdpi_plan_check_index(const fsdp_plan *plan, int index, int given,
-                                          const char *which) {
-    if (plan && given && index >= 0 && index < plan->num_kinds) return FSDP_OK;
-    return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                     "[E981] %s is NULL, or index %d is not below the number of plans, which is %d",
-                     which, index, fsdp_plan_count(plan));
-}
-
 FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan_proof *out) {
-    FSDPI_TRY(fsdpi_plan_check_index(plan, index, out != NULL, "plan_prove: plan or out"));
-    return fsdpi_plan_prove_one(plan->model, &plan->kinds[index]->listing, out);
+    fsdp_status status =
+        fsdpi_plan_check_index(plan, index, out != NULL, "plan_prove: plan or out");
+    return status ? status
+                  : fsdpi_plan_prove_one(plan->model, &plan->kinds[index]->listing, out);
 }
 
 #endif // FSDPI_PLAN_PROVE_H

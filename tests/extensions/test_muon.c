@@ -954,7 +954,7 @@ static void short_of_memory(lab_rank *r) {
     CHECK(n > 3);
     backward(&m, 0, 1);
     CALL(r->w, fsdp_muon_step(muon, 0.1));
-    /* If it fails after a freeze, nothing has changed, and the next step works. */
+    /* If an allocation of a step after a freeze fails, nothing has changed, and the next step works. */
     CALL(r->w, fsdp_zero_grad(m.model));
     lab_freeze(&m, 0, 1);
     backward(&m, 1, 1);
