@@ -145,21 +145,49 @@ static void bed_close(bed *b) {
     CHECK_MSG(!b->s.races, "%s", b->s.race);
 }
 
+static void forwards(fsdp_unit *const *units) {
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(units[i]));
+        CHECK_OK(fsdp_post_forward(units[i]));
+    }
+}
+/* Runs the backward of all units; `grads`: requests the gradients of their first parameters. */
+static void backwards(fsdp_unit *const *units, int grads) {
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(units[i]));
+        if (grads) CHECK(fsdp_grad(units[i], 0));
+        CHECK_OK(fsdp_post_backward(units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(units[0]->model));
+}
+
 static void step(bed *b) {
     double norm;
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b->units[i]));
-        CHECK_OK(fsdp_post_forward(b->units[i]));
-    }
-    for (int i = NUM_UNITS - 1; i >= 0; i--) {
-        CHECK_OK(fsdp_pre_backward(b->units[i]));
-        CHECK(fsdp_grad(b->units[i], 0));
-        CHECK_OK(fsdp_post_backward(b->units[i]));
-    }
-    CHECK_OK(fsdp_finalize_backward(b->model));
+    forwards(b->units);
+    backwards(b->units, 1);
     CHECK_OK(fsdp_clip_grad_norm(b->model, 1.0, &norm));
     CHECK_OK(fsdp_params_changed(b->model));
     CHECK_OK(fsdp_zero_grad(b->model));
+}
+
+/* Makes an op of `unit`, or of the model. */
+static fsdp_op op_of(const bed *b, fsdp_unit *unit, int kind, int stream) {
+    fsdp_op op;
+    fsdp_op_init(&op, b->model, unit, kind, FSDP_LABEL_NONE, stream);
+    if (!unit) op.what = "x";
+    return op;
+}
+/* Emits a marker: a unit acquires, has written or releases this buffer. */
+static fsdp_status emit_marker(const bed *b, fsdp_unit *unit, int kind, fsdp_buf *buf) {
+    const int is_end = kind == FSDP_OP_RELEASE;
+    fsdp_op op = op_of(b, unit, kind, is_end ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
+    *(is_end ? &op.src : &op.dst) = buf;
+    return fsdp_emit(b->model, &op);
+}
+static fsdp_buf *make_buf(const bed *b, int64_t bytes) {
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_buf_create(b->model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, bytes, &buf));
+    return buf;
 }
 
 /* ---- what an observer sees ------------------------------------------------------------------- */
@@ -531,14 +559,27 @@ static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit,
     return !released && pool == l->pool && free_to_give ? l->part : NULL;
 }
 
+/* Attaches and returns an extension that supplies slots of this pool. */
+static fsdp_extension landlord_attach(landlord *l, fsdp_model *model) {
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = l;
+    CHECK_OK(fsdp_attach(model, &e));
+    return e;
+}
+static landlord landlord_of(fsdp_model *model, int pool) {
+    landlord l;
+    memset(&l, 0, sizeof l);
+    l.model = model;
+    l.pool = pool;
+    return l;
+}
+
 /* Each acquired slot is released, by its unit. Without a listener there are no markers. */
 TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, row);
-    l.model = b.model;
-    l.pool = -1;
+    landlord l = landlord_of(b.model, -1);
     step(&b);
     fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &c));
@@ -565,12 +606,9 @@ TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
 /* Gathered parameters lie in a slot of the extension; the pool has none, or frees its own. */
 TEST(extension, slots_from_elsewhere) {
     bed b;
-    landlord l;
     fsdp_memory mem;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
     b.s.checks = 0;
     int pool = fsdp_pool_register(b.model, "arena");
     CHECK_EQ_INT(pool, FSDP_POOL_COUNT);
@@ -581,10 +619,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_buf_view(b.model, l.arena, 4096, 32768, &l.part));
     CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
     CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
-    fsdp_extension e = FSDP_ZERO;
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    (void)landlord_attach(&l, b.model);
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdp_pre_forward(b.units[1]));
         CHECK(l.part->held);
@@ -626,29 +661,18 @@ TEST(extension, slots_from_elsewhere) {
 /* A slot that another unit holds is refused. */
 TEST(extension, slot_in_use) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
     l.careless = 1;
     b.s.checks = 0;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    l.arena = make_buf(&b, 65536);
     CHECK_OK(fsdp_buf_view(b.model, l.arena, 0, 65536, &l.part));
-    fsdp_extension e = FSDP_ZERO;
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    fsdp_op op; /* a unit acquires the slot */
-    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.dst = l.part;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    (void)landlord_attach(&l, b.model);
+    CHECK_OK(emit_marker(&b, b.units[1], FSDP_OP_ACQUIRE, l.part));
     CHECK(l.part->held);
     CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit2' a slot"));
-    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.src = l.part;
-    (void)fsdp_emit(b.model, &op); /* the world has failed */
+    (void)emit_marker(&b, b.units[1], FSDP_OP_RELEASE, l.part); /* the world has failed */
     fsdp_buf_destroy(b.model, l.part);
     fsdp_buf_destroy(b.model, l.arena);
     bed_close(&b);
@@ -788,6 +812,10 @@ static void check_photos(const photo *a, const photo *b) {
 }
 
 static photo photo_before, photo_after;
+static void check_as_before(const bed *b) {
+    photograph(b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+}
 
 /* Replays the recorded step, from its ops and states only. */
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
@@ -835,12 +863,10 @@ TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &dry));
     CHECK_EQ_INT(b.s.works, works);
     CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_without_end, &dry));
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_attach(b.model, &ee));
     tape_step(&real);
     CHECK_OK(fsdp_finalize_backward(b.model));
@@ -886,17 +912,8 @@ TEST_P(extension, replay, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_model_counters(b.model, &c[1]));
     for (int n = 0; n < 3; n++) {
         t.num_calls = 0;
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(b.units[i]));
-            CHECK(fsdp_data(b.units[i], 0));
-            CHECK_OK(fsdp_post_forward(b.units[i]));
-        }
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(b.units[i]));
-            CHECK(fsdp_grad(b.units[i], 0));
-            CHECK_OK(fsdp_post_backward(b.units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(b.model));
+        forwards(b.units);
+        backwards(b.units, 1);
         for (int i = 0; i < NUM_UNITS; i++) { /* each used parameter has a gradient */
             fsdp_param_view v = FSDP_ZERO;
             CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
@@ -1020,8 +1037,7 @@ TEST(extension, dry_run_prefetches) {
     photograph(&b, &photo_before);
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_prefetch, &b));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
+        check_as_before(&b);
     }
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
@@ -1036,10 +1052,7 @@ static fsdp_status dry_uses(void *user) {
     tape *t = (tape *)user;
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(t->units[i]));
-            CHECK_OK(fsdp_post_forward(t->units[i]));
-        }
+        forwards(t->units);
         for (int i = NUM_UNITS - 1; i >= 0; i--) {
             CHECK_OK(fsdp_pre_backward(t->units[i]));
             for (int n = 0; n < shapes[i].num_params; n++) /* all of them */
@@ -1061,20 +1074,11 @@ TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
     step(&b);
     for (int sync = 0; sync < 2; sync++) {
         CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, sync));
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(b.units[i]));
-            CHECK_OK(fsdp_post_forward(b.units[i]));
-        }
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(b.units[i]));
-            if (!sync) CHECK(fsdp_grad(b.units[i], 0));
-            CHECK_OK(fsdp_post_backward(b.units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(b.model));
+        forwards(b.units);
+        backwards(b.units, !sync);
         photograph(&b, &photo_before);
         CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_uses, &t));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
+        check_as_before(&b);
     }
     for (int i = 0; i < NUM_UNITS; i++)
         for (int n = 0; n < shapes[i].num_params; n++) {
@@ -1092,27 +1096,18 @@ TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
 /* Markers that an extension emits take effect, also without a listener. */
 TEST(extension, emitted_markers) {
     bed b;
-    fsdp_op op;
-    fsdp_buf *buf;
     bed_open(&b, &settings[5]);
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    fsdp_buf *buf = make_buf(&b, 256);
     CHECK(!buf->held);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.dst = buf;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_ACQUIRE, buf));
     CHECK(buf->held);
     int logged = b.s.num_logged;
     fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
     CHECK_EQ_INT(b.s.num_logged, logged + 1);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_GRADS_WRITTEN, FSDP_LABEL_NONE,
-                 FSDP_STREAM_COMPUTE);
-    op.dst = buf;
     CHECK_EQ_INT((long long)buf->ready.seq, 0);
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_GRADS_WRITTEN, buf));
     CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_GATHER);
-    op.src = buf;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_RELEASE, buf));
     CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
     fsdp_buf_destroy(b.model, buf);
     bed_close(&b);
@@ -1129,8 +1124,6 @@ static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
 }
 TEST(extension, detach_is_refused) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
     fsdp_extension e = FSDP_ZERO;
     e.op = leaves;
@@ -1138,13 +1131,9 @@ TEST(extension, detach_is_refused) {
     CHECK_OK(fsdp_attach(b.model, &e));
     step(&b);
     CHECK_OK(fsdp_detach(b.model, &e));
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 65536, &l.part));
-    fsdp_extension lends = FSDP_ZERO;
-    lends.buffer = landlord_buffer;
-    lends.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &lends));
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
+    l.part = make_buf(&b, 65536);
+    const fsdp_extension lends = landlord_attach(&l, b.model);
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK(l.part->held);
     CHECK_STATUS(fsdp_detach(b.model, &lends), FSDP_ERR_INVALID_STATE);
@@ -1226,20 +1215,25 @@ static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t 
     w->of_world += !op->model;
     fsdpi_unlock(&w->lock);
 }
+/* Attaches and returns an extension that notes in *w when ops ran. */
+static fsdp_extension watch_ops(watch *w, fsdp_model *model) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(w, 0, sizeof *w);
+    w->model = model;
+    e.ran = watch_ran;
+    e.user = w;
+    CHECK_OK(fsdp_attach(model, &e));
+    return e;
+}
 
 TEST_P(extension, reports_when_ops_ran, settings, RANKS(row->world)) {
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, row);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
     step(&b);
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &before));
-    CHECK_OK(fsdp_attach(b.model, &e));
+    const fsdp_extension e = watch_ops(&w, b.model);
     for (int k = 0; k < 9; k++) step(&b); /* more ops than a device keeps events */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_OK(fsdp_model_counters(b.model, &after));
@@ -1357,19 +1351,16 @@ TEST(extension, reports_how_long_a_stream_waited) {
         bed b;
         bed_open(&b, &settings[lanes ? 3 : 4]);
         fsdp_extension e = FSDP_ZERO;
-        fsdp_buf *buf;
-        fsdp_op op;
+        fsdp_buf *buf = make_buf(&b, BLOCK);
         e.ran = use_ran;
         CHECK_OK(fsdp_attach(b.model, &e));
-        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
         waited_for_use = -1;
         if (lanes) b.s.world->boot.clock.now_ns = still_clock;
-        fsdp_op_init(&op, b.model, NULL, lanes ? FSDP_OP_CALL : FSDP_OP_ZERO, FSDP_LABEL_NONE,
-                     FSDP_STREAM_GATHER);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
+        fsdp_op op = op_of(&b, NULL, lanes ? FSDP_OP_CALL : FSDP_OP_ZERO, FSDP_STREAM_GATHER);
+        op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
         CHECK_OK(fsdp_emit(b.model, &op));
         while (lanes && !__atomic_load_n(&is_asked, __ATOMIC_SEQ_CST)) sched_yield();
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_WAIT, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op = op_of(&b, NULL, FSDP_OP_WAIT, FSDP_STREAM_COMPUTE);
         op.src = buf;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -1385,20 +1376,13 @@ TEST(extension, more_records_than_events, SLOW | AT_NIGHT(ASAN | TSAN)) {
     enum { NUM = 2 * FSDPI_TIMES_MAX + 3, BLOCK = 1 << 20 };
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    fsdp_buf *buf;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    const fsdp_extension e = watch_ops(&w, b.model);
+    fsdp_buf *buf = make_buf(&b, BLOCK);
     int64_t syncs = b.s.syncs, most = 0, each = sim_cost(BLOCK, b.s.copy_bytes_per_ns);
     for (int k = 0; k < NUM; k++) {
-        fsdp_op op;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
+        op.dst = buf, op.bytes = BLOCK;
         CHECK_OK(fsdp_emit(b.model, &op));
         int64_t waiting = k + 1 - w.told[FSDP_OP_ZERO];
         if (most < waiting) most = waiting;
@@ -1431,17 +1415,11 @@ static fsdp_status zero_much(const fsdp_op *of, void *stream) {
 TEST(extension, records_without_an_event) {
     bed b;
     watch w;
-    fsdp_op op;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &much_to_zero));
-    fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.what = "x", op.call = zero_much;
+    const fsdp_extension e = watch_ops(&w, b.model);
+    much_to_zero = make_buf(&b, 64);
+    fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, FSDP_STREAM_COMPUTE);
+    op.call = zero_much;
     CHECK_OK(fsdp_emit(b.model, &op));
     CHECK_EQ_INT(w.told[FSDP_OP_ZERO] + w.told[FSDP_OP_CALL], 0);
     CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -1458,15 +1436,9 @@ TEST(extension, old_base_of_times) {
     enum { BLOCK = 1 << 20 };
     bed b;
     watch w;
-    fsdp_buf *buf;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    const fsdp_extension e = watch_ops(&w, b.model);
+    fsdp_buf *buf = make_buf(&b, BLOCK);
     fsdpi_timeline *t = b.s.world->timeline;
     const int64_t base = t->base_ns;
     step(&b);
@@ -1479,11 +1451,10 @@ TEST(extension, old_base_of_times) {
     CHECK(t->base_ns >= base);
     CHECK(w.last[FSDP_STREAM_COMPUTE] >= base);
     for (int k = 0; k < 2; k++) { /* the first op's distance is from this base */
-        fsdp_op op;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
         const int64_t aged = t->base_ns - FSDPI_TIMES_BASE - 1;
         if (k > 0) t->base_ns = aged;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        op.dst = buf, op.bytes = BLOCK;
         CHECK_OK(fsdp_emit(b.model, &op));
         if (k > 0) CHECK_EQ_INT(t->base_ns, aged);
     }
@@ -1496,8 +1467,6 @@ TEST(extension, old_base_of_times) {
 
 TEST(extension, device_without_times) {
     bed b;
-    watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
     b.s.device.elapsed = NULL;
     fsdp_extension e = FSDP_ZERO;
@@ -1618,10 +1587,7 @@ static void load_all(fsdp_model *m, const saved_item *from, int num) {
 }
 
 static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b->units[i]));
-        CHECK_OK(fsdp_post_forward(b->units[i]));
-    }
+    forwards(b->units);
     for (int i = 0; i < NUM_UNITS; i++) {
         CHECK_OK(fsdp_pre_backward(b->units[i]));
         float *g = (float *)sim_host(&b->s, fsdp_grad(b->units[i], 0));
@@ -1867,20 +1833,18 @@ static fsdp_status is_second(const fsdp_op *op, void *stream) {
 }
 TEST(extension, comm_threads_wait_for_each_other) {
     bed b;
-    fsdp_op op;
-    fsdp_buf *buf;
     bed_open(&b, &settings[3]); /* two worker threads */
     CHECK_OK(fsdp_model_commit(b.model));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
+    fsdp_buf *buf = make_buf(&b, 64);
     for (int k = 0; k < 2; k++) {
         const int from = k ? FSDP_STREAM_REDUCE : FSDP_STREAM_GATHER;
         const int to = k ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE;
         flag_of_first = first_was_done = 0;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, from);
-        op.what = "first", op.dst = buf, op.call = takes_long;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, from);
+        op.dst = buf, op.call = takes_long;
         CHECK_OK(fsdp_emit(b.model, &op));
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
-        op.what = "second", op.src = buf, op.call = is_second;
+        op = op_of(&b, NULL, FSDP_OP_CALL, to);
+        op.src = buf, op.call = is_second;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, to));
         CHECK(first_was_done);
@@ -1903,9 +1867,8 @@ TEST(extension, more_ops_than_a_comm_thread_holds, SLOW) {
     bed_open(&b, &settings[3]);
     CHECK_OK(fsdp_model_commit(b.model));
     for (int k = 0; k < 3 * FSDPI_WORKER_OPS; k++) {
-        fsdp_op op;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
-        op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, FSDP_STREAM_REDUCE);
+        op.count = (uint64_t)k, op.call = looks_at_itself;
         CHECK_OK(fsdp_emit(b.model, &op));
     }
     CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -2130,8 +2093,7 @@ TEST_P(extension, dry_run_of_options, settings, RANKS(row->world)) {
     photograph(&b, &photo_before);
     dry_state r = dry_state_as(&b, &t);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_options, &r));
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_pre_forward(b.units[0])); /* the prefetch lists are restored */
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[1]) == FSDP_STORAGE_IN_FLIGHT);
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[2]) == FSDP_STORAGE_IN_FLIGHT);
@@ -2173,15 +2135,13 @@ TEST(extension, dry_run_without_a_slot) {
                   strstr(fsdp_last_error(b.s.world),
                          "a slot of 0 bytes for gathered parameters, expected"));
         CHECK_OK(fsdp_world_status(b.s.world));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
+        check_as_before(&b);
     }
     dry_state r = dry_state_as(&b, &t); /* no extension provides slots */
     e.buffer = NULL;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(r.runs, 0);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     step(&b);
     tape_close(&t);
     bed_close(&b);
@@ -2209,8 +2169,7 @@ TEST_P(extension, dry_run_without_op, settings, RANKS(row->world)) {
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &t));
     CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
     CHECK_EQ_INT(b.s.waits, waits);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     tape_close(&t);
     bed_close(&b);
 }
@@ -2276,20 +2235,13 @@ TEST(extension, dry_run_after_ops) {
     static tape t;
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
     step(&b);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    const fsdp_extension et = tape_open(&t, &b);
+    (void)watch_ops(&w, b.model);
     fsdp_counters from = FSDP_ZERO, to = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &from));
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b.units[i]));
-        CHECK_OK(fsdp_post_forward(b.units[i]));
-    }
+    forwards(b.units);
     CHECK_OK(fsdp_model_counters(b.model, &to));
     uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
     CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
@@ -2347,8 +2299,7 @@ TEST(extension, dry_run_status) {
     r.runs = 0;
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_within, &r));
     CHECK_EQ_INT(r.runs, NUM_UNITS);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_wait(b.units[2]));
     CHECK_OK(fsdp_reshard(b.units[2]));
     CHECK_OK(fsdp_model_reset(b.model));
@@ -2364,16 +2315,10 @@ static fsdp_status dry_reshard(void *user) {
 TEST(extension, dry_run_of_supplied_slots) {
     static tape t;
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.part));
-    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
+    l.part = make_buf(&b, 65536);
+    const fsdp_extension et = tape_open(&t, &b), e = landlord_attach(&l, b.model);
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK(l.part->held);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &et, dry_reshard, b.units[1]));
@@ -2794,8 +2739,6 @@ TEST(extension, who_listens_to_records) {
         char diary[64] = "";
         guest g;
         bed b;
-        fsdp_buf *buf;
-        fsdp_op op;
         bed_open(&b, &settings[2]);
         fsdp_extension all = guest_as(&g, "g", diary), e = FSDP_ZERO;
         e.user = &g;
@@ -2804,8 +2747,8 @@ TEST(extension, who_listens_to_records) {
         if (who == 3) e.op = all.op;
         if (who == 4) e.ran = guest_ran;
         CHECK_OK(fsdp_attach(b.model, &e));
-        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
-        fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        fsdp_buf *buf = make_buf(&b, 256);
+        fsdp_op op = op_of(&b, b.units[0], FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
         op.dst = buf, op.bytes = 256;
         uint64_t works = b.s.works;
         CHECK_OK(fsdp_emit(b.model, &op));
