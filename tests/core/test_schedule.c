@@ -360,17 +360,8 @@ static const schedule schedules[] = {
 };
 /* clang-format on */
 
-TEST_P(schedule, events, schedules) {
-    rig r;
-    rig_open(&r, &row->c);
-    r.show_reshard = row->show_reshard;
-    play(&r, row->script);
-    CHECK_EQ_STR(r.trace, row->expected);
-    rig_close(&r);
-}
-
 /* Repeated calls give equal events: no state of a step is left. */
-TEST_P(schedule, second_step, schedules) {
+TEST_P(schedule, events, schedules) {
     rig r;
     rig_open(&r, &row->c);
     r.show_reshard = row->show_reshard;
@@ -457,15 +448,10 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
     static const char *const pools[FSDP_POOL_COUNT] = {"shard", "sgrad", "gather", "slice",
                                                        "grad",  "rin",   "rout",   "scratch"};
-    int used;
-    if (op->kind == FSDP_OP_HOOK) {
-        snprintf(out, size, "--");
-        return;
-    }
-    used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
-                    fsdp_label_name(op->label), streams[op->stream],
-                    op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
-                    op->dst ? pools[op->dst->pool] : "");
+    int used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
+                        fsdp_label_name(op->label), streams[op->stream],
+                        op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
+                        op->dst ? pools[op->dst->pool] : "");
     if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
     if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
     if (op->clip) used += snprintf(out + used, size - (size_t)used, " *clip");
@@ -481,16 +467,33 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     }
 }
 
+/* clang-format off */
 #define GATHER_CAST                                                                                \
-    "copy copy_in G shard>gather <source:C <destination released:C",                               \
-        "all_gather gather G gather>gather in place", "copy copy_out G gather>gather"
-#define GATHER_PLAIN                                                                               \
-    "all_gather gather G shard>gather <source:C <destination released:C",                          \
-        "copy copy_out G gather>gather"
-#define USE   "use gather C gather <source:G"
-#define GRADS "zero grads C >grad <destination released:R"
-#define FUSED "copy acc R grad>grad <source:C", "reduce_scatter reduce R grad>sgrad *0.25"
-#define FINAL "use final C sgrad <source:R"
+    "copy copy_in G shard>gather <source:C <destination released:C\n"                              \
+    "all_gather gather G gather>gather in place\n"                                                 \
+    "copy copy_out G gather>gather\n"
+#define GATHER                                                                                     \
+    "all_gather gather G shard>gather <source:C <destination released:C\n"                         \
+    "copy copy_out G gather>gather\n"
+#define USE    "use gather C gather <source:G\n"
+#define GRADS  "zero grads C >grad <destination released:R\n"
+#define WIDEN  "zero acc R >rin\ncopy acc R grad>rin <source:C\n"
+#define ADD    "copy acc R grad>rin += <source:C\n"
+#define CUT    "copy acc R grad>grad <source:C\n"
+#define FUSED  CUT "reduce_scatter reduce R grad>sgrad *0.25\n"
+#define SUM    "reduce_scatter reduce R grad>sgrad\ncopy red_out R sgrad>sgrad *0.25\n"
+#define NARROW CUT "reduce_scatter reduce R grad>rout\ncopy red_out R rout>sgrad *0.25\n"
+/* f32 without a gradient: the reduce-scatter writes the shard gradient, and red_out scales it in
+   place */
+#define WIDE   WIDEN "reduce_scatter reduce R rin>sgrad\ncopy red_out R sgrad>sgrad *0.25\n"
+#define ONTO   WIDEN "reduce_scatter reduce R rin>rout\n"                                          \
+               "copy red_out R rout>sgrad += *0.25 <destination written:C\n"
+#define INTO(from) "reduce_scatter reduce R " from ">sgrad *0.25 <destination written:C\n"
+#define ZERO   "zero final C >sgrad <destination written:R\n"
+#define MORE   "zero final C >sgrad\n"
+#define IDLE   "use final C sgrad\n"
+#define FINAL  "use final C sgrad <source:R\n"
+#define NEXT   "|\n"
 
 /* Ops in the order of the script's calls, with "|" between the calls. Two layers, uneven, direct
    and packed; the second step, after each buffer has been used. */
@@ -498,191 +501,61 @@ static const struct {
     const char *name;
     fsdp_dtype param, reduce;
     int unfused;
-    const char *script, *expected[64];
+    const char *script, *expected;
 } tables[] = {
-    {"fused",
-     FSDP_BF16,
-     FSDP_F32,
-     0,
-     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
-     {GATHER_CAST, USE, "|",   "|", GATHER_CAST, USE,   "|", GATHER_CAST, USE, GRADS,
-      GATHER_CAST, "|", FUSED, "|", USE,         GRADS, "|", FUSED,       "|", FINAL}},
-    {"unfused",
-     FSDP_BF16,
-     FSDP_F32,
-     1,
-     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
-     {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|",
-      /* f32 without a gradient: the reduce-scatter writes the shard gradient, and red_out scales
-         it in place */
-      "zero acc R >rin", "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|", "zero acc R >rin",
-      "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
-    {"unfused_onto_a_gradient",
-     FSDP_BF16,
-     FSDP_F32,
-     1,
-     "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
-     {GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      "zero final C >sgrad <destination written:R",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "reduce_scatter reduce R rin>rout",
-      "copy red_out R rout>sgrad += *0.25 <destination written:C",
-      "|",
-      FINAL}},
-    {"narrow_reduce",
-     FSDP_BF16,
-     FSDP_BF16,
-     0,
-     "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
-     {GATHER_CAST, USE, GATHER_CAST, USE, GATHER_CAST, USE, GRADS, GATHER_CAST,
-      "copy acc R grad>grad <source:C", "reduce_scatter reduce R grad>rout",
-      "copy red_out R rout>sgrad *0.25", "|", USE, GRADS, "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>rout", "copy red_out R rout>sgrad *0.25", "|", FINAL}},
-    {"no_cast",
-     FSDP_F32,
-     FSDP_F32,
-     0,
-     "(0 | )0 | [0 | ]0 | .",
-     {GATHER_PLAIN, USE, "|", "|", GATHER_PLAIN, USE, GRADS, "|", FUSED, "|",
-      "zero final C >sgrad <destination written:R", "use final C sgrad"}},
-    {"no_cast_unfused",
-     FSDP_F32,
-     FSDP_F32,
-     1,
-     "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
-     {GATHER_PLAIN,
-      USE,
-      "|",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      GRADS,
-      GATHER_PLAIN,
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      USE,
-      GRADS,
-      "|",
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      "|",
-      FINAL}},
+    {"fused", FSDP_BF16, FSDP_F32, 0, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     GATHER_CAST USE NEXT NEXT GATHER_CAST USE NEXT GATHER_CAST USE GRADS GATHER_CAST NEXT
+     FUSED NEXT USE GRADS NEXT FUSED NEXT FINAL},
+    {"unfused", FSDP_BF16, FSDP_F32, 1, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     GATHER_CAST USE NEXT NEXT GATHER_CAST USE NEXT GATHER_CAST USE GRADS GATHER_CAST NEXT
+     WIDE NEXT USE GRADS NEXT WIDE NEXT FINAL},
+    {"unfused_onto_a_gradient", FSDP_BF16, FSDP_F32, 1, "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
+     GATHER_CAST USE GATHER_CAST USE GRADS WIDE ZERO IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ONTO NEXT FINAL},
+    {"narrow_reduce", FSDP_BF16, FSDP_BF16, 0, "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
+     GATHER_CAST USE GATHER_CAST USE GATHER_CAST USE GRADS GATHER_CAST NARROW NEXT
+     USE GRADS NARROW NEXT FINAL},
+    {"no_cast", FSDP_F32, FSDP_F32, 0, "(0 | )0 | [0 | ]0 | .",
+     GATHER USE NEXT NEXT GATHER USE GRADS NEXT FUSED NEXT ZERO IDLE},
+    {"no_cast_unfused", FSDP_F32, FSDP_F32, 1, "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
+     GATHER USE NEXT NEXT GATHER USE GATHER USE GRADS GATHER CUT SUM USE GRADS NEXT CUT SUM NEXT
+     FINAL},
     /* no sync: widened gradients wait in the reduce input, others in the slot where they were
        written */
-    {"no_sync",
-     FSDP_BF16,
-     FSDP_F32,
-     0,
+    {"no_sync", FSDP_BF16, FSDP_F32, 0,
      "y- (0 )0 (1 )1 [1]1 [0]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      GATHER_CAST,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "zero final C >sgrad <destination written:R",
-      "zero final C >sgrad",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "copy acc R grad>rin += <source:C",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "copy acc R grad>rin += <source:C",
-      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
-      "|",
-      "use grads C >sgrad <destination written:R", /* unit 1, by finalize */
-      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
-      FINAL}},
-    {"no_sync_no_cast",
-     FSDP_F32,
-     FSDP_F32,
-     0,
+     GATHER_CAST USE GATHER_CAST USE GATHER_CAST USE GRADS GATHER_CAST WIDEN USE GRADS WIDEN
+     ZERO MORE IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ADD IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ADD INTO("rin") NEXT
+     "use grads C >sgrad <destination written:R\n" INTO("rin") FINAL}, /* unit 1, by finalize */
+    {"no_sync_no_cast", FSDP_F32, FSDP_F32, 0,
      "y- (0 )0 [0 ]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      GRADS,
-      "zero final C >sgrad <destination written:R",
-      "zero final C >sgrad",
-      "use final C sgrad",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      "use final C sgrad",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad *0.25 <destination written:C",
-      "|",
-      FINAL}},
-    {"clip",
-     FSDP_F32,
-     FSDP_F32,
-     0,
-     "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
-     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN, FUSED, USE,
-      GRADS, FUSED, FINAL, "|", "norm clip C sgrad>scratch <source:R",
-      "all_reduce clip R scratch>scratch in place <source:C", "use clip C scratch <source:R",
-      "copy clip C sgrad>sgrad *clip <source:R", "|"}},
+     GATHER USE GATHER USE GRADS ZERO MORE IDLE NEXT
+     GATHER USE GATHER USE IDLE NEXT
+     GATHER USE GATHER USE CUT INTO("grad") NEXT FINAL},
+    {"clip", FSDP_F32, FSDP_F32, 0, "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
+     GATHER USE GATHER USE GATHER USE GRADS GATHER FUSED USE GRADS FUSED FINAL NEXT
+     "norm clip C sgrad>scratch <source:R\n"
+     "all_reduce clip R scratch>scratch in place <source:C\n"
+     "use clip C scratch <source:R\n"
+     "copy clip C sgrad>sgrad *clip <source:R\n" NEXT},
 };
+/* clang-format on */
 
 /* Keeps each op's text when it is issued: later the op's buffers have other events. */
-enum { MAX_TEXTS = 256 };
 typedef struct {
-    int count;
-    char of[MAX_TEXTS][160];
+    char text[16384];
+    size_t used;
 } text_log;
 
 static void log_text(void *user, const fsdp_op *op) {
     text_log *log = (text_log *)user;
-    CHECK(log->count < MAX_TEXTS);
-    if (op->kind < FSDP_OP_HOOK) op_text(op, log->of[log->count++], sizeof log->of[0]);
+    CHECK(log->used + 161 < sizeof log->text);
+    if (op->kind >= FSDP_OP_HOOK) return;
+    op_text(op, log->text + log->used, 160);
+    log->used += strlen(log->text + log->used);
+    log->text[log->used++] = '\n';
 }
 
 TEST_P(schedule, ops, tables) {
@@ -694,31 +567,25 @@ TEST_P(schedule, ops, tables) {
     c.unfused = row->unfused;
     rig_open(&r, &c);
     for (int step = 0; step < 2; step++) play(&r, "(0 )0 (1 )1 [1 ]1 [0 ]0 . o z");
-    const char *at = row->script;
-    int seen = log.count = 0, next = 0;
     r.s.on_op = log_text;
     r.s.on_op_user = &log;
-    while (*at) {
+    log.used = 0;
+    for (const char *at = row->script; *at;) {
         char part[64];
-        size_t length = strcspn(at, "|");
+        const size_t length = strcspn(at, "|");
         snprintf(part, sizeof part, "%.*s", (int)length, at);
         play(&r, part);
-        for (; seen < log.count; seen++) {
-            const char *expected = row->expected[next], *text = log.of[seen];
-            CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next,
-                      text, expected ? expected : "(none)");
-            next++;
-        }
         at += length;
-        if (*at == '|') {
-            CHECK_MSG(row->expected[next] && row->expected[next][0] == '|',
-                      "no op after %d, expected \"%s\"", next,
-                      row->expected[next] ? row->expected[next] : "(none)");
-            next++;
-            at++;
-        }
+        if (*at) at++, strcpy(log.text + log.used, NEXT), log.used += strlen(NEXT);
     }
-    CHECK_EQ_STR(row->expected[next], NULL);
+    log.text[log.used] = 0;
+    const char *got = log.text, *expected = row->expected;
+    for (int n = 0; *got || *expected; n++) {
+        const int length = (int)strcspn(got, "\n"), wanted = (int)strcspn(expected, "\n");
+        CHECK_MSG(length == wanted && !strncmp(got, expected, (size_t)length),
+                  "op %d is \"%.*s\", expected \"%.*s\"", n, length, got, wanted, expected);
+        got += length + 1, expected += wanted + 1;
+    }
     rig_close(&r);
 }
 
@@ -1295,8 +1162,7 @@ TEST(streams, random_calls) {
                     "world %d, %sfused, lanes %d, %s %s, reshard %d %d, debug %d, "
                     "direct %lld\n",
                     c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.debug,
-                    (long long)c.direct_min);
+                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.debug, (long long)c.direct_min);
         rig_close(&r);
     }
     h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
