@@ -18,6 +18,12 @@
 static void on_ranks(int size, void (*body)(fsdp_world *world, const void *arg), const void *arg) {
     lab_on_worlds(size, NULL, body, arg);
 }
+static void call_body(fsdp_world *world, const void *body) {
+    (*(void (*const *)(fsdp_world * world)) body)(world);
+}
+static void on_worlds(int size, void (*body)(fsdp_world *world)) {
+    on_ranks(size, call_body, &body);
+}
 
 /* Dims of size 0 at the end are left out; names NULL: unnamed. */
 static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
@@ -210,6 +216,17 @@ static void toy_step(toy *t) {
     toy_shards(t);
 }
 
+/* A model of one unit, filled. */
+static void toy_fill_unit(toy *t, const fsdp_param_desc *params, int count) {
+    toy_unit(t, NULL, params, count);
+    CALL(t->world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+static void toy_make(toy *t, fsdp_world *world, int ranks, const fsdp_param_desc *params,
+                     int count) {
+    toy_begin(t, world, NULL, ranks, fsdp_rank(world));
+    toy_fill_unit(t, params, count);
+}
+
 /* in_proj (mult*dim, dim), out_proj (dim, mult*dim), each with a bias. */
 static int mlp(fsdp_param_desc *p, int dim, int mult) {
     p[0] = fsdp_mat("in_proj.weight", mult * dim, dim);
@@ -293,9 +310,7 @@ TEST(fully_shard_init, move_states_ignored) {
     for (int e = 0; e < 16; e++) ignored[e] = before[e] = (float)e / 4;
     sim_init(&s, 1, 0);
     CHECK(sim_open(&s));
-    toy_begin(&t, s.world, NULL, 1, 0);
-    toy_unit(&t, NULL, p, mlp(p, 4, 4));
-    CHECK_OK(fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, s.world, 1, p, mlp(p, 4, 4));
     toy_step(&t);
     CHECK_EQ_INT(fsdp_num_params(t.model), 4);
     CHECK(!sim_find(&s, ignored));
@@ -323,8 +338,7 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     ud.num_params = 1;
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
                three ? "mesh_info" : "name");
-    toy_unit(&t, NULL, p, 1);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 1);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_mesh_ndim. Done: a mesh (4, 1, 1) without a mesh
@@ -439,7 +453,8 @@ TEST(fully_shard_init, managed_modules_nested_and_replicate) {
 }
 /* PyTorch: test_fully_shard_init.py test_managed_modules_duplicate. Not applicable: no modules are
    walked. */
-TEST(fully_shard_init, managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
+TEST(fully_shard_init,
+     managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
     test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
 }
 /* PyTorch: test_fully_shard_init.py test_managed_modules_list_of_mlps. Not applicable: no modules
@@ -499,9 +514,8 @@ static void check_chunks(const toy *t) {
 }
 
 /* Three MLPs of 3 and 9 in one unit; then two of them share their first linear. */
-static void shard_tensor(fsdp_world *world, const void *arg) {
+static void shard_tensor(fsdp_world *world) {
     const int rank = fsdp_rank(world);
-    (void)arg;
     for (int shared = 0; shared < 2; shared++) {
         fsdp_param_desc p[12];
         int count = 0;
@@ -513,9 +527,7 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
             memmove(p + count - 2, p + count, 2 * sizeof *p);
         }
         for (int i = 0; i < count; i++) p[i].name = NULL;
-        toy_begin(&t, world, NULL, 2, rank);
-        toy_unit(&t, NULL, p, count);
-        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        toy_make(&t, world, 2, p, count);
         CHECK_EQ_INT(params_of(&t, 0), shared ? 10 : 12);
         for (int step = 0; step < 2; step++) {
             for (int i = 0; i < count; i++) {
@@ -544,10 +556,9 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_shard_tensor_parameters. Done: shapes and contents are
    those of PyTorch's chunk, also with a shared linear, before and after two steps. A parameter has no
    strides, and no mesh of its own. */
-TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
+TEST(fully_shard_init, shard_tensor_parameters) { on_worlds(2, shard_tensor); }
 
-static void raise_scalar(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void raise_scalar(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_vec("weight", 4), FSDP_ZERO};
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
@@ -561,16 +572,14 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "ndim is 0 and shape[0] is 3: set ndim");
     CHECK_EQ_INT(fsdp_num_units(t.model), 0);
     p[1].shape[0] = 0;
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 2);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_raise_scalar_parameter. Differs: a scalar is
    taken as a vector of one element. A shape without ndim is refused. */
-TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
+TEST(fully_shard_init, raise_scalar_parameter) { on_worlds(2, raise_scalar); }
 
-static void invalid_dim(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void invalid_dim(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_mat("weight", 16, 16), fsdp_vec("bias", 16)};
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
@@ -582,13 +591,12 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
                "shard_dim is 1");
     p[1].shard_dim = 0;
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 2);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_shard_dim. Done: shard_dim 1 of a vector is
    refused by name. */
-TEST(fully_shard_init, invalid_shard_dim) { on_ranks(8, invalid_dim, NULL); }
+TEST(fully_shard_init, invalid_shard_dim) { on_worlds(8, invalid_dim); }
 
 /* PyTorch's transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output is tied
    to the embedding, so it is no parameter of its own. layer -1: what is in no layer. */
@@ -655,16 +663,13 @@ TEST(fully_shard_init, init_1d_transformer_shard_dim_neg1) {
 }
 
 /* Upstream refuses; here every dim may be uneven. */
-static void uneven_largest(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void uneven_largest(fsdp_world *world) {
     fsdp_param_desc p[3] = {fsdp_mat("wide", 4, 17), fsdp_mat("tall", 17, 4), fsdp_vec("b", 17)};
     float full[17 * 4];
     fsdp_param_view v = FSDP_ZERO;
     toy t;
     p[0].shard_dim = 1;
-    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 3);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, world, 8, p, 3);
     for (int i = 0; i < 2; i++) toy_step(&t);
     while (fsdp_next_param(t.model, &v)) {
         fsdp_range range;
@@ -677,7 +682,7 @@ static void uneven_largest(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_init_1d_uneven_shard_largest_dim. Differs: a dim 1 of 17
    over 8 ranks is cut into 3, 3, 3, 3, 3, 2, 0 and 0. PyTorch refuses it. */
-TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
+TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_worlds(8, uneven_largest); }
 
 /* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
 static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -689,8 +694,7 @@ static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
     }
     return 0;
 }
-static void mixed_dtypes(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void mixed_dtypes(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_mat("w_fp8", 256, 256), fsdp_mat("w_fp32", 256, 256)};
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = bytes_op;
@@ -698,9 +702,7 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
     toy t;
     p[0].dtype = FSDP_U8;
     p[0].frozen = 1;
-    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, world, 2, p, 2);
     watcher.user = &gathers;
     CALL(world, fsdp_attach(t.model, &watcher));
     toy_step(&t);
@@ -708,7 +710,7 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_mixed_dtypes_no_grad_param. Done: bytes in place of fp8;
    one step (PyTorch: a forward that uses no parameter). */
-TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_ranks(2, mixed_dtypes, NULL); }
+TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_worlds(2, mixed_dtypes); }
 
 /* ---- parameters that are already split by tensor parallelism --------------------------------- */
 
@@ -875,8 +877,7 @@ static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
                                   {"out_proj.bias", 9, 0, -1, 0}};
 
 /* The columns of out_proj are split by tp, its rows by dp, and so on: as the placements say. */
-static void shard_dtensor(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void shard_dtensor(fsdp_world *world) {
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
     tp_model m;
     tp_build(&m, world, mesh, tp_mlp, 4);
@@ -907,11 +908,10 @@ static void shard_dtensor(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_shard_dtensor_parameters. Partly: a rank describes its
    tensor-parallel part on the dp slice. No global shape, strides or mesh, which a DTensor has. */
-TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
+TEST(fully_shard_init, shard_dtensor_parameters) { on_worlds(4, shard_dtensor); }
 
 /* FSDP and tensor parallelism split different dims of every matrix. */
-static void diff_dim(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void diff_dim(fsdp_world *world) {
     static const tp_param params[] = {{"wq", 16, 16, 0, 1},
                                       {"wo", 16, 16, 1, 0},
                                       {"w1", 64, 16, 0, 1},
@@ -931,7 +931,7 @@ static void diff_dim(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_init_2d_transformer_shard_diff_dim. Partly: five
    parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. The core has no call
    that gathers over dp and tp, as a DTensor's does. */
-TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
+TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_worlds(8, diff_dim); }
 
 /* ---- the root, names, the first step --------------------------------------------------------- */
 
@@ -956,8 +956,7 @@ static void lazy_model(toy *t, fsdp_world *world) {
 
 /* No unit is found to be the root: all are of one model, in the order in which they were made, and
    each may be the first that is used. */
-static void no_root(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void no_root(fsdp_world *world) {
     for (int first = 0; first < 3; first++) {
         toy t;
         lazy_model(&t, world);
@@ -977,10 +976,9 @@ static void no_root(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_is_root. Differs: no unit is the root. Units
    keep the order in which you made them, and any unit may be used first. */
-TEST(fully_shard_init, is_root) { on_ranks(2, no_root, NULL); }
+TEST(fully_shard_init, is_root) { on_worlds(2, no_root); }
 
-static void names_of(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void names_of(fsdp_world *world) {
     static const char *const expected[] = {"0.in_proj.weight",       "0.in_proj.bias",
                                            "0.out_proj.weight",      "0.out_proj.bias",
                                            "root.1.in_proj.weight",  "root.1.in_proj.bias",
@@ -1002,12 +1000,11 @@ static void names_of(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_module_and_param_fqns. Differs: units and
    parameters have the names that you gave. */
-TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, names_of, NULL); }
+TEST(fully_shard_init, module_and_param_fqns) { on_worlds(2, names_of); }
 
 /* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
    model is laid out once, and units that come too late are refused. */
-static void lazy_init(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void lazy_init(fsdp_world *world) {
     fsdp_param_desc p[4];
     fsdp_unit_desc ud = FSDP_ZERO;
     fsdp_param_view a, b;
@@ -1035,28 +1032,25 @@ static void lazy_init(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_fully_shard_double_lazy_init. Differs: a unit may run
    before the others, as there is no root. The first call that needs the layout computes it; then a
    new unit is refused. */
-TEST(fully_shard_init, double_lazy_init) { on_ranks(2, lazy_init, NULL); }
+TEST(fully_shard_init, double_lazy_init) { on_worlds(2, lazy_init); }
 
 /* A group of several layers that is used first is no error: it is a unit like others. */
-static void several_first(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void several_first(fsdp_world *world) {
     fsdp_param_desc p[8];
     toy t;
     toy_begin(&t, world, NULL, 2, fsdp_rank(world));
     int n = mlp(p, 3, 2), both = n + mlp(p + n, 5, 2);
     for (int i = n; i < both; i++) p[i].name = NULL;
     toy_unit(&t, NULL, p, both);
-    toy_unit(&t, NULL, p, n);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, n);
     for (int i = 0; i < 2; i++) toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_multi_module_root. Differs: a unit of several
    layers may be used first. */
-TEST(fully_shard_init, multi_module_root) { on_ranks(2, several_first, NULL); }
+TEST(fully_shard_init, multi_module_root) { on_worlds(2, several_first); }
 
 /* A parameter that is replaced between sharding and the first forward is the one that trains. */
-static void replaced(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void replaced(fsdp_world *world) {
     float full[6 * 3];
     fsdp_param_desc p[1] = {fsdp_mat("w", 6, 3)};
     toy t;
@@ -1071,7 +1065,7 @@ static void replaced(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_reset_sharded_param_in_lazy_init. Differs: you cannot
    replace a parameter. If it is loaded again before the first forward, the second contents are
    trained. */
-TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced, NULL); }
+TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_worlds(2, replaced); }
 
 /* ---- initialisation without the whole model anywhere ----------------------------------------- */
 
@@ -1090,8 +1084,7 @@ static void shards_are(const toy *t, double expected) {
 
 /* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
    step of Adam runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
-static void meta_device(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void meta_device(fsdp_world *world) {
     static const int dims[] = {8, 3, 1, 8};
     fsdp_mesh *mesh;
     CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
@@ -1119,11 +1112,10 @@ static void meta_device(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_meta_device_1d_init. Partly: shards are zero, then filled
    twice; one step of Adam. No buffers, and no parameters without data. */
-TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
+TEST(fully_shard_init, meta_device_1d_init) { on_worlds(4, meta_device); }
 
 /* The same for the parts that tensor parallelism leaves. */
-static void meta_device_2d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void meta_device_2d(fsdp_world *world) {
     static const int dims[] = {8, 3};
     for (int n = 0; n < 2; n++) {
         const int d = dims[n];
@@ -1149,12 +1141,11 @@ static void meta_device_2d(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_meta_device_2d_init. Partly: (dp, tp), f32 only, one unit
    (PyTorch: one for each linear). No buffers, and no parameters without data. */
-TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device_2d, NULL); }
+TEST(fully_shard_init, meta_device_2d_init) { on_worlds(4, meta_device_2d); }
 
 /* Upstream names the parameters that were left without data. Here there are none: a parameter that
    nobody filled is zero, on every rank, padding included. */
-static void never_filled(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void never_filled(fsdp_world *world) {
     fsdp_param_desc p[4];
     toy t;
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
@@ -1169,11 +1160,10 @@ static void never_filled(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_meta_device_init. Differs: no parameter is without
    data: one that you never filled is zero. */
-TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NULL); }
+TEST(fully_shard_init, invalid_meta_device_init) { on_worlds(4, never_filled); }
 
 /* Rank 0 has the parameters, the others get them, and each keeps its rows. */
-static void rank0_broadcast(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void rank0_broadcast(fsdp_world *world) {
     float full[64 * 16];
     fsdp_param_desc p[12];
     fsdp_param_view v = FSDP_ZERO;
@@ -1193,7 +1183,7 @@ static void rank0_broadcast(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_rank0_broadcast_meta_device_init. Done: rank 0 broadcasts
    full parameters, each rank keeps its rows. Compared with the numbers themselves (PyTorch: with a
    second sharded model). */
-TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_ranks(4, rank0_broadcast, NULL); }
+TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_worlds(4, rank0_broadcast); }
 
 /* ---- meshes from lists of ranks -------------------------------------------------------------- */
 
@@ -1219,8 +1209,7 @@ static void trains_over(fsdp_world *world, fsdp_mesh *mesh, int ranks, int place
 }
 /* A mesh from the ranks of a group is the dp slice of a (dp, tp) mesh: two of four ranks, and the
    other two have another one. */
-static void groups_1d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void groups_1d(fsdp_world *world) {
     static const char *const dp_name[] = {"dp"};
     static const int32_t shape[1] = {2}, groups[2][2] = {{0, 2}, {1, 3}};
     fsdp_mesh *both = mesh_of(world, 2, 2, 0, tp_names), *dp = lab_slice(world, both, 0);
@@ -1236,8 +1225,7 @@ static void groups_1d(fsdp_world *world, const void *arg) {
     trains_over(world, dp, 2, fsdp_mesh_rank(dp, 0));
 }
 /* The same coordinates and groups, of the slices too. */
-static void groups_2d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void groups_2d(fsdp_world *world) {
     static const int32_t shape[2] = {2, 2}, ranks[4] = {0, 1, 2, 3};
     fsdp_mesh *mesh[2] = {lab_mesh(world, 2, shape, hsdp_names, NULL),
                           lab_mesh(world, 2, shape, hsdp_names, ranks)};
@@ -1251,8 +1239,8 @@ static void groups_2d(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_1d_process_group_init, test_2d_process_group_init. Done: a
    mesh from a list of ranks (PyTorch: from process groups) has the coordinates and groups of an
    ordinary mesh, and trains with equal results. */
-TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, groups_1d, NULL); }
-TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
+TEST(fully_shard_init, 1d_process_group_init) { on_worlds(4, groups_1d); }
+TEST(fully_shard_init, 2d_process_group_init) { on_worlds(4, groups_2d); }
 
 /* ---- replicas -------------------------------------------------------------------------------- */
 
@@ -1270,8 +1258,7 @@ static void compare_replicas(const toy *t, const fsdp_mesh *replicas, int same) 
             CHECK_EQ_INT(lab_bits32(least[k]) == lab_bits32(most[k]), same);
     }
 }
-static void across_replicas(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void across_replicas(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
     toy t;
@@ -1296,7 +1283,7 @@ static void across_replicas(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_hsdp_broadcast_across_replicas. Done: the buffer is the
    caller's. */
-TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_ranks(4, across_replicas, NULL); }
+TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_worlds(4, across_replicas); }
 
 /* ---- hooks on the reduced gradients ---------------------------------------------------------- */
 
@@ -1377,8 +1364,7 @@ static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, i
    10) are 0.5, of out_proj (10, 40) 1, the inputs are 0..9 times a factor of mean 1, the loss is
    the sum of the outputs, all of which are positive. So the gradient of out_proj is 22.5
    everywhere, a row of that of in_proj 0, 10, .. 90. */
-static void hsdp_hook(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void hsdp_hook(fsdp_world *world) {
     static const float factors[4] = {0.5f, 1.5f, 0.25f, 1.75f};
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
     replica_hook h = {NULL, NULL, 0};
@@ -1424,13 +1410,12 @@ static void hsdp_hook(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_custom_hsdp_all_reduce_hook. Done: inputs differ per rank
    (PyTorch: weights per replica); the hook sums and halves (PyTorch: AVG). */
-TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_ranks(4, hsdp_hook, NULL); }
+TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_worlds(4, hsdp_hook); }
 
 /* ---- state ----------------------------------------------------------------------------------- */
 
 /* Each call of fully_shard has a state of its own. */
-static void states(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void states(fsdp_world *world) {
     toy t;
     toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 3, 3);
     for (int u = 0; u < 3; u++) {
@@ -1452,7 +1437,7 @@ static void states(fsdp_world *world, const void *arg) {
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_state.py test_fully_shard_state. Done: each unit has its own state. */
-TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
+TEST(fully_shard_state, state) { on_worlds(2, states); }
 
 /* ---- parameters that others look after ------------------------------------------------------- */
 
@@ -1491,9 +1476,8 @@ static void ddp(fsdp_world *world, float *grad, int64_t count) {
 /* C, B, A: C and A are replicated and belong to the trainer, B is a unit that stays open around C, as
    C lies inside of upstream's B; beside them the same three layers all replicated. Three steps:
    equal losses, equal parameters. */
-static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
+static void ddp_fsdp_ddp(fsdp_world *world) {
     enum { SQUARE = WIDTH * WIDTH };
-    (void)arg;
     float w[2][3][SQUARE], loss[2], full[SQUARE];
     fsdp_param_desc p[1] = {fsdp_mat("b", WIDTH, WIDTH)};
     fsdp_param_view v;
@@ -1549,7 +1533,7 @@ static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_ignore_params.py test_ddp_A_fsdp_B_ddp_C. Done: A and C belong to the
    trainer, B is a unit that is open around C. Plain descent (PyTorch: Adam), one unit (PyTorch:
    two). PyTorch also compares which names FSDP and DDP manage; here the model has one parameter. */
-TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_ranks(2, ddp_fsdp_ddp, NULL); }
+TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_worlds(2, ddp_fsdp_ddp); }
 
 /* ---- what a checkpoint reads and writes ------------------------------------------------------ */
 
@@ -1678,8 +1662,7 @@ TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
 TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
 
 /* Views that are kept show the parameters as they are after later steps. */
-static void cached_dict(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void cached_dict(fsdp_world *world) {
     for (int dim = 2; dim <= 5; dim++) {
         toy t;
         dict d, now;
@@ -1702,13 +1685,12 @@ static void cached_dict(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_state_dict.py test_cached_state_dict. Partly: views that you keep show
    the parameters after later steps. PyTorch then moves the model to the host and back: no call here
    moves shards. */
-TEST(fully_shard_state_dict, cached) { on_ranks(8, cached_dict, NULL); }
+TEST(fully_shard_state_dict, cached) { on_worlds(8, cached_dict); }
 
 /* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
    rest stays. Upstream refuses to load shards from another device than the CPU: here values are
    copied into the shards, which cannot be replaced. */
-static void offloaded_dict(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void offloaded_dict(fsdp_world *world) {
     float full[20 * 5];
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
@@ -1736,15 +1718,14 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
    model is loaded, the rest stays. The test does not look where shards lie:
    fully_shard_memory.training_memory counts pinned bytes. You cannot load from another device,
    which PyTorch refuses; no parameter is without data. */
-TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
+TEST(fully_shard_state_dict, cpu_offload) { on_worlds(4, offloaded_dict); }
 
 /* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
-static void correct_2d(fsdp_world *world, const void *arg) {
+static void correct_2d(fsdp_world *world) {
     static const tp_param params[] = {{"in_proj.weight", 16, 4, 0, 0},
                                       {"in_proj.bias", 16, 0, 0, 0},
                                       {"out_proj.weight", 4, 16, 1, 0},
                                       {"out_proj.bias", 4, 0, -1, 0}};
-    (void)arg;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
     fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, tp_names);
@@ -1766,11 +1747,10 @@ static void correct_2d(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: HSDP, and (dp,
    tp), where the test adds up the tp parts. The core has no call that gathers over both dims, as a
    DTensor's does. */
-TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
+TEST(fully_shard_state_dict, 2d_correctness) { on_worlds(8, correct_2d); }
 
 /* Rank 0 alone keeps the whole tensors. */
-static void rank0_full(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void rank0_full(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
     float full[20 * 5];
@@ -1788,7 +1768,7 @@ static void rank0_full(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: two MLPs with
    offload, after two steps (PyTorch: a transformer without offload, before any). */
-TEST(fully_shard_state_dict, rank0_offload_full) { on_ranks(4, rank0_full, NULL); }
+TEST(fully_shard_state_dict, rank0_offload_full) { on_worlds(4, rank0_full); }
 
 /* ---- extensions of the all-gather ------------------------------------------------------------ */
 
@@ -1935,8 +1915,7 @@ TEST(fully_shard_extensions, end_to_end) {
 }
 
 /* A quantising extension runs in every gather; f32 parameters come out rounded to bf16. */
-static void ext_quantised(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_quantised(fsdp_world *world) {
     enum { NUMEL = 32 * 8 };
     ext x[6];
     toy t;
@@ -1961,13 +1940,12 @@ static void ext_quantised(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extensions_monkey_patch. Differs: PyTorch
    adds hooks to tensors that are already sharded. Here a quantising extension is a field of the
    desc: it runs in every gather, and the shard stays as it was. */
-TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
+TEST(fully_shard_extensions, monkey_patch) { on_worlds(8, ext_quantised); }
 
 /* The hooks know the whole shape, and a stored shard has one size on all ranks: 9 rows over 8 ranks
    are 2 2 2 2 1 0 0 0, 3 are 1 1 1 0 ..., each padded to the first. */
-static void ext_outer_size(fsdp_world *world, const void *arg) {
+static void ext_outer_size(fsdp_world *world) {
     enum { DIM = 3, WIDE = 9 };
-    (void)arg;
     ext x[2];
     fsdp_gather_extension e[2];
     fsdp_model_desc md = FSDP_ZERO;
@@ -1983,8 +1961,7 @@ static void ext_outer_size(fsdp_world *world, const void *arg) {
     md.reshard_after_forward = FSDP_RESHARD_NEVER;
     toy_begin(&t, world, &md, 8, fsdp_rank(world));
     t.quantised = 1;
-    toy_unit(&t, NULL, p, 4);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 4);
     for (int step = 0; step < 2; step++) toy_step(&t);
     for (int i = 0; i < 2; i++) {
         const int chunk = i ? 1 : 2, left = (int)x[i].rows - t.place * chunk;
@@ -1998,11 +1975,10 @@ static void ext_outer_size(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_outer_size_stride. Done: both
    hooks see the whole shape, the library pads the shards to one size (PyTorch: the hook pads); a
    desc has no strides. */
-TEST(fully_shard_extensions, outer_size_stride) { on_ranks(8, ext_outer_size, NULL); }
+TEST(fully_shard_extensions, outer_size_stride) { on_worlds(8, ext_outer_size); }
 
 /* What is gathered comes from the ranks of the shard dim alone. */
-static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_hsdp_mesh(fsdp_world *world) {
     ext x[6];
     fsdp_model_desc md = FSDP_ZERO;
     int32_t ranks[4];
@@ -2017,11 +1993,10 @@ static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_hsdp_mesh. Done: the hooks get
    no mesh: the test compares from which ranks strings arrive. */
-TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(8, ext_hsdp_mesh, NULL); }
+TEST(fully_shard_extensions, hsdp_mesh) { on_worlds(8, ext_hsdp_mesh); }
 
 /* HSDP, with delays in every hook, with and without offload, ten steps. */
-static void ext_hsdp(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_hsdp(fsdp_world *world) {
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
     for (int offload = 0; offload < 2; offload++) {
         ext x[4];
@@ -2037,4 +2012,4 @@ static void ext_hsdp(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: none. Own: an extension on 2x2 with random delays in both hooks, with and without
    offload. */
-TEST(fully_shard_extensions, hsdp_variants) { on_ranks(4, ext_hsdp, NULL); }
+TEST(fully_shard_extensions, hsdp_variants) { on_worlds(4, ext_hsdp); }
