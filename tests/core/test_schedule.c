@@ -614,55 +614,6 @@ TEST(streams, counts) {
     }
 }
 
-/* Makes a random call, possible or not, of a caller who uses the results: parameters where they
-   are valid, and a random part of the gradients. */
-static void random_call(rig *r, uint64_t *seed) {
-    int call = (int)(h_rand64(seed) % 25), on = h_rand64(seed) % 4 != 0;
-    fsdp_unit *u = r->units[h_rand64(seed) % (uint64_t)r->num_units];
-    fsdp_status status = FSDP_OK;
-    double norm;
-    int num_params = fsdp_num_params(r->model) / r->num_units;
-    if (call < 4) {
-        status = fsdp_pre_forward(u);
-    } else if (call < 8) {
-        status = fsdp_post_forward(u);
-    } else if (call < 13) {
-        status = fsdp_pre_backward(u);
-        for (int i = 0; !status && i < num_params; i++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(u, i, &v));
-            if (v.requires_grad && h_rand64(seed) % 4)
-                sim_write(&r->s, "backward", fsdp_grad(u, i),
-                          lab_full_numel(&v) *
-                              (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
-        }
-    } else if (call < 17) {
-        status = fsdp_post_backward(u);
-    } else {
-        switch (call) {
-        case 17:
-            status = fsdp_unshard(u);
-            r->by_user[u->desc.index] = 1;
-            break;
-        case 18: status = fsdp_reshard(u); break;
-        case 19: status = fsdp_wait(u); break;
-        case 20: status = fsdp_set_requires_gradient_sync(r->model, NULL, on); break;
-        case 21: status = fsdp_set_is_last_backward(r->model, on); break;
-        case 22: status = fsdp_set_reshard_after_backward(r->model, u, on); break;
-        case 23: status = fsdp_set_requires_all_reduce(r->model, NULL, on); break;
-        default:
-            status = fsdp_finalize_backward(r->model);
-            if (!status && h_rand64(seed) % 2) status = fsdp_clip_grad_norm(r->model, 1e-3, &norm);
-            if (!status && h_rand64(seed) % 2) optimize(r);
-            if (!status && h_rand64(seed) % 2) status = fsdp_zero_grad(r->model);
-            if (h_rand64(seed) % 64 == 0) status = fsdp_model_reset(r->model);
-        }
-    }
-    CHECK(status == FSDP_OK || status == FSDP_ERR_INVALID_STATE);
-    for (int k = 0; k < r->num_units; k++)
-        if (fsdp_unit_storage(r->units[k]) == FSDP_STORAGE_UNSHARDED) use_unit(r, r->units[k], 0);
-}
-
 /* The host's optimizer uses the addresses of offloaded gradients: they are clipped on return,
    even if the caller does not want the norm. */
 TEST(streams, offloaded_clip) {
@@ -906,26 +857,6 @@ TEST_P(schedule, segments, segments) {
         CHECK_EQ_INT(sim_close(&s), 0);
         CHECK_MSG(s.races == 0, "%d races, first: %s", s.races, s.race);
     }
-}
-
-TEST(streams, random_calls) {
-    enum { RUNS = 60, CALLS = 800 };
-    uint64_t seed = h_seed();
-    for (int run = 0; run < RUNS; run++) {
-        config c = any_config(&seed);
-        rig r;
-        rig_open(&r, &c);
-        r.s.on_op = NULL;
-        for (int i = 0; i < CALLS && r.s.races == 0; i++) random_call(&r, &seed);
-        if (r.s.races)
-            fprintf(stderr,
-                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, debug %d, "
-                    "direct %lld\n",
-                    c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.debug, (long long)c.direct_min);
-        rig_close(&r);
-    }
-    h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
 }
 
 /* fsdp_set_grad_none with cpu_offload: the zeros are on the host when it returns. */
