@@ -151,11 +151,11 @@ static void forwards(fsdp_unit *const *units) {
         CHECK_OK(fsdp_post_forward(units[i]));
     }
 }
-/* Runs the backward of all units; `grads`: requests the gradients of their first parameters. */
-static void backwards(fsdp_unit *const *units, int grads) {
+/* Runs the backward of all units, and requests the gradients of their first parameters. */
+static void backwards(fsdp_unit *const *units) {
     for (int i = NUM_UNITS - 1; i >= 0; i--) {
         CHECK_OK(fsdp_pre_backward(units[i]));
-        if (grads) CHECK(fsdp_grad(units[i], 0));
+        CHECK(fsdp_grad(units[i], 0));
         CHECK_OK(fsdp_post_backward(units[i]));
     }
     CHECK_OK(fsdp_finalize_backward(units[0]->model));
@@ -164,7 +164,7 @@ static void backwards(fsdp_unit *const *units, int grads) {
 static void step(bed *b) {
     double norm;
     forwards(b->units);
-    backwards(b->units, 1);
+    backwards(b->units);
     CHECK_OK(fsdp_clip_grad_norm(b->model, 1.0, &norm));
     CHECK_OK(fsdp_params_changed(b->model));
     CHECK_OK(fsdp_zero_grad(b->model));
@@ -890,52 +890,6 @@ TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     bed_close(&b); /* checks for races */
 }
 
-/* Replayed steps have the same counters and states, without races; then an eager step runs. */
-TEST_P(extension, replay, settings, RANKS(row->world)) {
-    bed b;
-    static tape t;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    step(&b);
-    e.call = replay;
-    e.buffer = NULL;
-    t.record = 1;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    fsdp_counters c[3];
-    memset(c, 0, sizeof c);
-    CHECK_OK(fsdp_model_counters(b.model, &c[0]));
-    tape_step(&t);
-    CHECK_OK(fsdp_finalize_backward(b.model));
-    CHECK_OK(fsdp_params_changed(b.model));
-    CHECK_OK(fsdp_zero_grad(b.model));
-    CHECK_OK(fsdp_model_counters(b.model, &c[1]));
-    for (int n = 0; n < 3; n++) {
-        t.num_calls = 0;
-        forwards(b.units);
-        backwards(b.units, 1);
-        for (int i = 0; i < NUM_UNITS; i++) { /* each used parameter has a gradient */
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
-            CHECK(v.shard_grad != NULL);
-        }
-        CHECK_OK(fsdp_params_changed(b.model));
-        CHECK_OK(fsdp_zero_grad(b.model));
-    }
-    CHECK_OK(fsdp_model_counters(b.model, &c[2]));
-    for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
-        if (kind != FSDP_OP_HOOK) /* finalize issues some markers itself */
-            CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
-                         3 * (c[1].calls[kind] - c[0].calls[kind]));
-    CHECK_EQ_INT(c[2].allocations, c[1].allocations);
-    t.record = 1; /* an eager step again */
-    t.num_ops = 0;
-    CHECK_OK(fsdp_detach(b.model, &e));
-    step(&b);
-    tape_close(&t);
-    bed_close(&b);
-}
-
 TEST(extension, describe_prints_gradient_paths) {
     static char text[16384];
     bed b;
@@ -952,144 +906,6 @@ TEST(extension, describe_prints_gradient_paths) {
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(W_ASAN || strstr(text, "    gathered: nothing: the full parameters are the shards\n"
                                  "    gradients: written into the shard gradient\n"));
-    bed_close(&b);
-}
-
-/* Equal states have equal bytes; with another slot the bytes differ. */
-TEST(extension, saved_states) {
-    bed b;
-    fsdpi_plan_saved one, again;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    for (int k = 0; k < 2; k++) {
-        if (k) CHECK_OK(fsdp_unshard(b.units[0]));
-        if (k) CHECK_OK(fsdp_wait(b.units[0]));
-        memset(&one, 7, sizeof one);
-        memset(&again, 9, sizeof again);
-        fsdpi_plan_save_unit(b.units[0], &one);
-        fsdpi_plan_restore_unit(b.units[0], &one);
-        fsdpi_plan_save_unit(b.units[0], &again);
-        CHECK_EQ_MEM(&one, &again, sizeof one);
-    }
-    b.units[0]->state.slot[FSDP_POOL_GATHER]->number++; /* a buffer at the address of a freed one */
-    fsdpi_plan_save_unit(b.units[0], &again);
-    CHECK(memcmp(&one, &again, sizeof one) != 0);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    bed_close(&b);
-}
-
-/* The order of forwards belongs to the model: a restored unit has no position in it. */
-TEST(extension, restored_unit_has_no_order) {
-    bed b;
-    fsdpi_plan_saved one;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_pre_forward(b.units[0]));
-    CHECK_OK(fsdp_post_forward(b.units[0]));
-    fsdpi_plan_save_unit(b.units[0], &one);
-    CHECK_EQ_INT(b.units[0]->state.last_order, 0);
-    fsdpi_plan_restore_unit(b.units[0], &one);
-    CHECK_EQ_INT(b.units[0]->state.last_order, -1);
-    bed_close(&b);
-}
-
-/* A unit that is restored as open holds its slot, though the slot was released meanwhile. */
-TEST(extension, restored_unit_holds_its_slots) {
-    bed b;
-    fsdpi_plan_saved one;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_unshard(b.units[0]));
-    CHECK_OK(fsdp_wait(b.units[0]));
-    const fsdp_buf *slot = b.units[0]->state.slot[FSDP_POOL_GATHER];
-    fsdpi_plan_save_unit(b.units[0], &one);
-    CHECK(slot && slot->held);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!slot->held);
-    fsdpi_plan_restore_unit(b.units[0], &one);
-    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && slot->held);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!slot->held);
-    bed_close(&b);
-}
-
-/* Prefetches of a dry run do not count against prefetch_bytes afterwards. */
-static fsdp_status dry_prefetch(void *user) {
-    bed *b = (bed *)user;
-    fsdp_status status = fsdp_pre_forward(b->units[0]);
-    CHECK_EQ_INT(fsdp_unit_storage(b->units[1]), FSDP_STORAGE_IN_FLIGHT);
-    CHECK(b->model->ahead_bytes > 0);
-    return status; /* units stay open */
-}
-TEST(extension, dry_run_prefetches) {
-    static tape t;
-    bed b;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
-    b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
-                                                 b.units[1]->layout.slot_bytes); /* one unit */
-    fsdp_extension e = tape_open(&t, &b);
-    photograph(&b, &photo_before);
-    for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_prefetch, &b));
-        check_as_before(&b);
-    }
-    CHECK_OK(fsdp_pre_forward(b.units[0]));
-    CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
-    CHECK_OK(fsdp_post_forward(b.units[0]));
-    tape_close(&t);
-    bed_close(&b);
-}
-
-/* Uses of parameters, their flags, and unreduced gradients are unchanged after a dry run of two
-   microbatches with finalize. */
-static fsdp_status dry_uses(void *user) {
-    tape *t = (tape *)user;
-    for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
-        forwards(t->units);
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(t->units[i]));
-            for (int n = 0; n < shapes[i].num_params; n++) /* all of them */
-                CHECK_EQ_INT(fsdp_grad(t->units[i], n) == NULL, shapes[i].frozen >> n & 1);
-            CHECK_OK(fsdp_post_backward(t->units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(t->model));
-    }
-    fsdp_param_view v = FSDP_ZERO; /* a dry run returns the view of a reduced gradient */
-    CHECK_OK(fsdp_param_view_get(t->units[1], 3, &v));
-    CHECK_OK(fsdp_zero_grad(t->model));
-    return FSDP_OK;
-}
-TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
-    static tape t;
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    for (int sync = 0; sync < 2; sync++) {
-        CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, sync));
-        forwards(b.units);
-        backwards(b.units, !sync);
-        photograph(&b, &photo_before);
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_uses, &t));
-        check_as_before(&b);
-    }
-    for (int i = 0; i < NUM_UNITS; i++)
-        for (int n = 0; n < shapes[i].num_params; n++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(b.units[i], n, &v));
-            if (row->world == 1 || !row->threads)           /* simulated workers move nothing */
-                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* uses in the dry run do not count */
-        }
-    CHECK_OK(fsdp_zero_grad(b.model));
-    step(&b);
-    tape_close(&t);
     bed_close(&b);
 }
 
@@ -2151,25 +1967,6 @@ TEST(extension, dry_run_without_a_slot) {
     t.refuse = 1;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_world_status(b.s.world));
-    tape_close(&t);
-    bed_close(&b);
-}
-
-/* No op runs and no pool provides a slot, also without an op callback. */
-TEST_P(extension, dry_run_without_op, settings, RANKS(row->world)) {
-    static tape t;
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
-    int64_t waits = b.s.waits;
-    photograph(&b, &photo_before);
-    e.op = NULL;
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &t));
-    CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
-    CHECK_EQ_INT(b.s.waits, waits);
-    check_as_before(&b);
     tape_close(&t);
     bed_close(&b);
 }
