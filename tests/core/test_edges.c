@@ -366,6 +366,45 @@ static void nan_norm(lab_rank *r) {
 }
 TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
 
+/* A norm that is not finite. With error_if_nonfinite nothing is scaled, and an infinite max_norm only
+   measures. Otherwise, as in PyTorch, a NaN spreads, and an infinity makes zeros of the others. */
+static void nonfinite_norm(lab_rank *r) {
+    enum { NUMEL = 8192 }; /* several blocks of a sum on each rank */
+    static const double powers[] = {1, 2, 3, 2.5};
+    fsdp_param_desc p = fsdp_vec("a", NUMEL);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int n = 0; n < 10; n++) {
+        const int is_nan = n % 2, at = n * 800;
+        fsdp_clip_desc d = FSDP_ZERO;
+        double norm = 0;
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        float *grad = (float *)fsdp_grad(x.u, 0);
+        for (int k = 0; k < NUMEL; k++) grad[k] += 2;
+        if (r->rank == 0) grad[at] = (float)(is_nan ? LAB_NAN : LAB_INF);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        d.norm_type = n / 2 == 4 ? LAB_INF : powers[n / 2];
+        for (int way = 0; way < 3; way++) { /* refused, measured, scaled */
+            d.max_norm = way == 1 ? LAB_INF : 1, d.error_if_nonfinite = way == 0;
+            CHECK_STATUS(fsdp_clip_grads(x.m, &d, &norm), way ? FSDP_OK : FSDP_ERR_CORRUPT);
+            CHECK_EQ_INT(h_non_finite(norm), is_nan ? 2 : 1);
+            lab_settle(x.w, x.m);
+            const fsdp_param_view v = lab_view(x.w, x.u, 0);
+            for (int64_t k = 0; k < v.numel; k++) {
+                const double g = (double)((const float *)v.shard_grad)[k];
+                if (fsdp_view_index(&v, k) == at)
+                    CHECK_EQ_INT(h_non_finite(g), is_nan || way == 2 ? 2 : 1);
+                else if (way < 2) CHECK(lab_same(g, 2));
+                else CHECK(is_nan ? h_non_finite(g) == 2 : lab_same(g, 0));
+            }
+        }
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+}
+TEST(edges, norms_that_are_not_finite) { lab_run(2, NULL, nonfinite_norm, NULL); }
+
 /* With debug a released slot is filled with NaN: a kept pointer does not find old values. */
 static void kept_pointers(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;

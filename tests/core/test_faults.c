@@ -1122,6 +1122,8 @@ TEST(faults, null_and_range) {
     CHECK(fsdp_mesh_ndim(NULL) == -1 && fsdp_mesh_size(NULL, 0) == -1 &&
           fsdp_mesh_rank(NULL, 0) == -1);
     CHECK(fsdp_next_param(NULL, &v) == 0);
+    char text[5] = "xxxx";
+    CHECK(fsdp_model_describe(NULL, text, sizeof text) == 0 && !*text);
     CHECK_STATUS(fsdp_shutdown(NULL), FSDP_OK);
     fsdp_model_destroy(NULL);
     fsdp_abort(NULL, "nobody");
@@ -1137,6 +1139,7 @@ TEST(faults, null_and_range) {
     REFUSED(w, fsdp_param_view_get(u, -1, &v), "'only'");
     REFUSED(w, fsdp_param_load(u, 1, &x), "parameter 1");
     REFUSED(w, fsdp_param_load(u, 0, NULL), "full is NULL");
+    CALL(w, fsdp_param_full(u, 0, NULL)); /* takes part, and keeps nothing */
     REFUSED(w, fsdp_param_full(u, 1, &x), "'only'");
     REFUSED(w, fsdp_param_full_grad(u, INT32_MIN, &x), "'only'");
     REFUSED(w, fsdp_model_flat(m, 0, &flat), "dtype is 0");

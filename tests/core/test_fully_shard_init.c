@@ -1876,8 +1876,13 @@ static void ext_parity(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     toy t;
     md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    lab_log log = FSDP_ZERO;
     ext_build(&t, world, &md, 2, fsdp_rank(world), x, HALVES, 3, 8);
+    lab_watch(&log, world, t.model);
     for (int step = 0; step < 10; step++) toy_step(&t);
+    for (int label = FSDP_LABEL_PRE_GATHER; label <= FSDP_LABEL_POST_GATHER; label++)
+        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_CALL, label, NULL), never ? 60 : 120);
+    free(log.ops);
     for (int k = 0; k < 6; k++) {
         CHECK_EQ_INT(x[k].sized, 1);
         CHECK_EQ_INT(x[k].pres, never ? 10 : 20); /* forward and backward */
