@@ -22,7 +22,7 @@ typedef struct {
     int layers;                            /* 0: 3 */
     int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
     fsdp_dtype param, reduce;
-    int debug, uniform; /* uniform: each layer has one large matrix */
+    int debug;
     int64_t direct_min;
     int replicas, offload; /* HSDP of world/replicas x replicas */
     const char *names;     /* one letter for each unit; NULL: r, 0, 1, ... for the layers */
@@ -35,7 +35,6 @@ typedef struct {
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS]; /* the root, then the layers */
     int num_units;
-    int64_t forward_ns, backward_ns; /* duration of each layer in forward, in backward */
     int show_reshard;
     uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
     uint8_t storage[MAX_UNITS]; /* as last seen */
@@ -115,8 +114,7 @@ H_FN void rig_open(rig *r, const config *c) {
         fsdp_unit_desc ud = FSDP_ZERO;
         ud.name = name;
         ud.params = p;
-        ud.num_params = c->uniform ? 1 : mixed_params(p);
-        if (c->uniform) p[0] = fsdp_mat("w", 64, 64);
+        ud.num_params = mixed_params(p);
         ud.reshard_after_forward = i == 0 ? (c->root ? c->root : NEVER) : c->inner;
         CHECK_OK(fsdp_fully_shard(r->model, &ud, &r->units[r->num_units++]));
     }
@@ -190,7 +188,6 @@ H_FN void finalize(rig *r) {
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
    k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
    o optimizer step        c clip         n clip, no norm     z zero_grad
-   h the host waits for the device
    | a bar in the trace    spaces mean nothing */
 H_FN void play(rig *r, const char *script) {
     double norm;
@@ -201,7 +198,7 @@ H_FN void play(rig *r, const char *script) {
             say(r, "|", "", "");
             continue;
         }
-        if (strchr(".ocnzh", call)) {
+        if (strchr(".ocnz", call)) {
             if (call == '.') finalize(r);
             if (call == 'o') optimize(r);
             if (call == 'c') {
@@ -213,7 +210,6 @@ H_FN void play(rig *r, const char *script) {
             }
             if (call == 'n') CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, NULL));
             if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
-            if (call == 'h') sim_host_waits(&r->s);
             look(r);
             continue;
         }
@@ -228,7 +224,6 @@ H_FN void play(rig *r, const char *script) {
             break;
         case ')':
             use_unit(r, u, 0);
-            sim_compute(&r->s, r->forward_ns);
             CHECK_OK(fsdp_post_forward(u));
             break;
         case '[':
@@ -237,7 +232,6 @@ H_FN void play(rig *r, const char *script) {
             break;
         case ']':
             use_unit(r, u, 1);
-            sim_compute(&r->s, r->backward_ns);
             CHECK_OK(fsdp_post_backward(u));
             break;
         case 'u':

@@ -1,6 +1,5 @@
-/* test_edges.c - combinations of features that users have run into: ranks of one world that
-   allocate differently, counts of users that must stay, refusals whose status is ignored, failing
-   user functions, and resets at unusual moments.
+/* test_edges.c - combinations of features that users have run into: counts of users that must stay,
+   refusals whose status is ignored, failing user functions, and resets at unusual moments.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | ONE_GPU
@@ -21,44 +20,6 @@ static void rig_open(rig *x, fsdp_world *w, const fsdp_model_desc *md,
 }
 
 static void forward(rig *x) { lab_forward(x->w, x->u); }
-
-/* ---- ranks of one world whose models differ in size ------------------------------------------ */
-
-/* As with an uneven tensor-parallel split: the shards of other groups must not be accessed. */
-static void uneven(lab_rank *r) {
-    enum { COLS = 8 };
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "a", "b");
-    int tp = fsdp_mesh_rank(mesh, 1), rows = tp ? 1024 : 2048;
-    fsdp_param_desc p = fsdp_mat("w", rows, COLS);
-    rig x;
-    md.mesh = lab_slice(r->w, mesh, 0);
-    rig_open(&x, r->w, &md, &p, 1);
-    float *full = (float *)lab_zeros((size_t)(rows * COLS), sizeof *full);
-    for (int i = 0; i < rows * COLS; i++) full[i] = (float)(i % 97 + 1000 * tp);
-    CALL(x.w, fsdp_param_load(x.u, 0, full));
-    for (int step = 0; step < 2; step++) {
-        CALL(x.w, fsdp_barrier(x.w));
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
-        CHECK_EQ_MEM(fsdp_data(x.u, 0), full, (size_t)(rows * COLS) * sizeof *full);
-        float *grad = (float *)fsdp_grad(x.u, 0);
-        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(r->rank + 1);
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
-        fsdp_param_view v = lab_view(x.w, x.u, 0);
-        for (int64_t k = 0; k < v.numel; k++) /* the sum over ranks tp and tp + 2, without a mean */
-            CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
-        CALL(x.w, fsdp_zero_grad(x.m));
-    }
-    free(full);
-}
-TEST(edges, uneven_models_of_threads) { lab_run(4, NULL, uneven, NULL); }
-TEST(edges, uneven_models_of_processes) {
-    lab_how how = FSDP_ZERO;
-    how.processes = 1;
-    lab_run(4, &how, uneven, NULL);
-}
 
 static int two_replicas = 2;
 

@@ -962,6 +962,7 @@ TEST(extension, detach_is_refused) {
 /* A unit with many dtype groups has ops of every kind for each. */
 static int many_sizes(void *user, int64_t numel, int64_t bytes[FSDP_GATHER_TENSORS]) {
     (void)user;
+    CHECK_EQ_INT(numel, 9); /* of (3, 5), sharded along dim 1 over two ranks and padded */
     bytes[0] = 4 * numel;
     return 1;
 }

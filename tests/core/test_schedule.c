@@ -19,7 +19,7 @@ typedef struct {
 #define ASYNC  0, 1, 0, 0
 #define INLINE 0, 0, 0, 0
 #define CONF(mode, layers, root, inner)                                                            \
-    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0, NULL, 0 }
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, NULL, 0 }
 
 /* clang-format off */
 static const schedule schedules[] = {
@@ -135,66 +135,6 @@ TEST_P(schedule, events, schedules) {
         r.show_reshard = row->show_reshard;
     }
     rig_close(&r);
-}
-
-/* Gathers and reductions of M microbatches of G units, fsdp2-core.md 7.1. */
-TEST(schedule, accumulation_counts) {
-    enum { G = 4, M = 3 };
-    static const struct {
-        const char *name;
-        int root, inner;
-        const char *first, *last; /* script before each microbatch except the last; before it */
-        uint64_t gathers, reductions;
-    } modes[] = {
-        {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G * M},
-        {"sync every, no RAF", NEVER, NEVER, "", "", G * M, G * M},
-        {"sync every, default", NEVER, ALWAYS, "", "", (2 * G - 1) * M, G * M},
-        {"sync last, RAF", ALWAYS, ALWAYS, "y-", "y+", 2 * G * M, G},
-        {"sync last, no RAF", NEVER, NEVER, "y-", "y+", G * M, G},
-        {"sync last, keep, no RAF", NEVER, NEVER, "y- k- l-", "y+ k+ l+", G, G},
-        {"sync last, keep, RAF", ALWAYS, ALWAYS, "y- k- l-", "y+ k+ l+", 16, G},
-    };
-    for (int async = 0; async < 2; async++)
-        for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
-            config c = CONF(INLINE, G - 1, modes[i].root, modes[i].inner);
-            rig r;
-            c.async = async;
-            rig_open(&r, &c);
-            for (int step = 1; step <= 2; step++) {
-                for (int m = 1; m <= M; m++) {
-                    play(&r, m < M ? modes[i].first : modes[i].last);
-                    play(&r, FWD BWD ".");
-                }
-                play(&r, "o z");
-                CHECK_MSG(ops_of(&r, FSDP_OP_ALL_GATHER) == modes[i].gathers * (uint64_t)step,
-                          "%s: %llu gathers", modes[i].name,
-                          (unsigned long long)ops_of(&r, FSDP_OP_ALL_GATHER));
-                CHECK_MSG(ops_of(&r, FSDP_OP_REDUCE_SCATTER) ==
-                              modes[i].reductions * (uint64_t)step,
-                          "%s: %llu reductions", modes[i].name,
-                          (unsigned long long)ops_of(&r, FSDP_OP_REDUCE_SCATTER));
-            }
-            rig_close(&r);
-        }
-}
-
-/* One rank issues no collectives, and no copies where it can alias. */
-TEST(schedule, world_of_one) {
-    for (int async = 0; async < 2; async++) {
-        config c = CONF(INLINE, 3, NEVER, ALWAYS);
-        rig r;
-        c.world = 1;
-        c.async = async;
-        rig_open(&r, &c);
-        play(&r, FWD BWD ". c o z" FWD BWD ".");
-        CHECK_EQ_STR(r.trace, "");
-        CHECK_EQ_INT(ops_of(&r, FSDP_OP_ALL_GATHER), 0);
-        CHECK_EQ_INT(ops_of(&r, FSDP_OP_REDUCE_SCATTER), 0);
-        CHECK_EQ_INT(ops_of(&r, FSDP_OP_ALL_REDUCE), 0);
-        for (int i = 0; i < r.s.num_ops && (async || !W_ASAN); i++) /* the only copy is clip's */
-            CHECK(r.s.ops[i].kind != FSDP_OP_COPY || r.s.ops[i].label == FSDP_LABEL_CLIP);
-        rig_close(&r);
-    }
 }
 
 /* ---- the op table of one unit ---------------------------------------------------------------- */
@@ -349,92 +289,7 @@ TEST_P(schedule, ops, tables) {
     rig_close(&r);
 }
 
-/* ---- (b) overlap on the simulated clock ------------------------------------------------------ */
-
-enum { LAYERS = 8, FORWARD_NS = 4000, BACKWARD_NS = 8000 };
-
-typedef struct {
-    int64_t compute_end, end; /* end of the caller's stream, and of all streams */
-    int64_t compute, busy;    /* time that the caller's stream, and the others, were busy */
-    int64_t gather, reduce;   /* duration of one gather, of one reduction */
-} timing;
-
-/* Runs forward and backward of identical layers; with `sync` the host waits after each call. */
-static timing run_layers(const config *c, int sync, int64_t forward_ns, int64_t backward_ns) {
-    timing t;
-    rig r;
-    char call[40];
-    memset(&t, 0, sizeof t);
-    rig_open(&r, c);
-    CHECK_OK(fsdp_model_reserve(r.model));
-    r.forward_ns = forward_ns;
-    r.backward_ns = backward_ns;
-    for (int i = 0; i < LAYERS; i++) {
-        snprintf(call, sizeof call, "(%d", i);
-        play(&r, call);
-        snprintf(call, sizeof call, ")%d %s", i, sync ? "h" : "");
-        play(&r, call);
-    }
-    for (int i = LAYERS - 1; i >= 0; i--) {
-        snprintf(call, sizeof call, "[%d]%d %s", i, i, sync && i ? "h" : "");
-        play(&r, call);
-    }
-    int caller = sim_caller(&r.s);
-    t.compute_end = r.s.now[caller];
-    t.compute = r.s.busy[caller];
-    t.busy = r.s.busy[FSDP_STREAM_GATHER] + r.s.busy[FSDP_STREAM_REDUCE];
-    play(&r, ".");
-    t.end = sim_end(&r.s);
-    t.gather = r.s.busy[FSDP_STREAM_GATHER] / (2 * LAYERS); /* layers are identical */
-    t.reduce = r.s.busy[FSDP_STREAM_REDUCE] / LAYERS;
-    rig_close(&r);
-    return t;
-}
-
-TEST(overlap, prefetch_hides_all_communication) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    for (int lanes = 1; lanes <= 2; lanes++) {
-        c.comm_lanes = lanes;
-        c.async = 1;
-        timing t = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
-        CHECK(t.gather < FORWARD_NS && t.gather + t.reduce < BACKWARD_NS);
-        /* Only the first gather and the last reduction are not hidden by compute. */
-        CHECK_EQ_INT(t.compute_end, t.gather + t.compute);
-        CHECK_EQ_INT(t.end, t.gather + t.compute + t.reduce);
-        /* without streams all communication is visible */
-        c.async = 0;
-        timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
-        CHECK_NEAR(in.end, t.compute + t.busy, 64); /* slots on streams have more padding */
-        CHECK(in.end > t.end + 2 * (LAYERS - 1) * t.gather);
-        h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with "
-                  "streams, %lld inline",
-                  lanes, LAYERS, (long long)t.compute, (long long)t.busy, (long long)t.end,
-                  (long long)in.end);
-    }
-}
-
-/* Forward overlaps only because the host runs ahead; backward overlaps without that. */
-TEST(overlap, forward_needs_run_ahead_only) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    timing t = run_layers(&c, 1, FORWARD_NS, BACKWARD_NS);
-    CHECK_EQ_INT(t.compute_end,
-                 t.compute + (LAYERS + 1) * t.gather); /* each forward, the first backward */
-    CHECK_EQ_INT(t.end, t.compute_end + t.reduce);
-}
-
-/* Communication that takes longer than compute: the gathers follow each other without a gap. */
-TEST(overlap, bound_by_communication) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    timing t = run_layers(&c, 0, 100, 100);
-    CHECK(t.gather > 200);
-    CHECK(t.compute_end >= 2 * LAYERS * t.gather);
-    CHECK(t.compute_end <= 2 * LAYERS * t.gather + t.compute + LAYERS * t.reduce);
-}
-
-/* ---- (c) streams and events ------------------------------------------------------------------ */
+/* ---- (b) streams and events ------------------------------------------------------------------ */
 
 static config any_config(uint64_t *seed) {
     static const int worlds[] = {1, 2, 4, 5};
