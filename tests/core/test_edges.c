@@ -394,6 +394,29 @@ TEST(edges, kept_pointers_find_nan) {
     for (int size = 1; size < 3; size++) lab_run(size, NULL, kept_pointers, NULL);
 }
 
+/* A unit's memory while it is open: with debug, one rank has a slot, too. */
+static void unit_memory(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 6, 4), fsdp_vec("b", 5)};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_memory m;
+    int64_t sum = 0;
+    rig x;
+    md.debug = 1;
+    rig_open(&x, r->w, &md, p, 2);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    CALL(x.w, fsdp_unit_memory(x.u, &m));
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+        sum += m.pool_bytes[pool];
+        CHECK_EQ_INT(m.pool_slots[pool], pool == FSDP_POOL_GATHER);
+    }
+    CHECK_EQ_INT(m.total_bytes, sum);
+    CHECK_EQ_INT(m.unsharded_bytes, 2 * (6 * 4 + 5) * 4); /* and the gradients */
+    CALL(x.w, fsdp_post_forward(x.u));
+}
+TEST(edges, memory_of_a_unit) {
+    for (int size = 1; size < 3; size++) lab_run(size, NULL, unit_memory, NULL);
+}
+
 /* Sums over the shard group that wait for their all-reduce are gradients: freezing is refused. */
 static void freezes_with_sums(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;

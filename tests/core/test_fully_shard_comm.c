@@ -1165,8 +1165,9 @@ TEST(fully_shard_comm, symm_mem) { test_memory("mixed"); } /* symmetric: the sam
 /* Comm functions of the user's own, one unit's, for one step; order and memory do not matter. */
 static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                             const fsdp_coll *coll) {
-    int *calls = (int *)user;
-    calls[coll->kind == FSDP_OP_REDUCE_SCATTER]++;
+    int *calls = (int *)user, is_reduction = coll->kind == FSDP_OP_REDUCE_SCATTER;
+    CHECK_EQ_INT(coll->label, is_reduction ? FSDP_LABEL_REDUCE : FSDP_LABEL_GATHER);
+    calls[is_reduction]++;
     return ops->run(comm, coll);
 }
 static void own_comms(fsdp_world *world, const void *arg) {
