@@ -57,7 +57,7 @@ typedef struct {
     sim s;
     fsdp_model *model;
     fsdp_unit *units[NUM_UNITS];
-    uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
+    uint64_t last_seq, calls[FSDP_OP_COUNT];
     said marks[256], hooks[256];
     int num_marks, num_hooks;
     uint32_t swallow; /* ops that the extension takes, as bits 1u << kind */
@@ -76,7 +76,6 @@ static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
     CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
     b->last_seq = op->seq;
     b->calls[op->kind]++;
-    b->bytes[op->kind] += op->bytes;
     if (op->kind == FSDP_OP_HOOK) {
         CHECK(b->num_marks < 256);
         b->marks[b->num_marks].call = (int)op->count;
@@ -107,14 +106,13 @@ static void observe(bed *b, int call, int op) {
     CHECK_OK(fsdp_attach(b->model, &e));
 }
 
-static void bed_open_as(bed *b, const setting *set, int opaque) {
+static void bed_open(bed *b, const setting *set) {
     memset(b, 0, sizeof *b);
     b->replace = -1;
     sim_init(&b->s, set->world, set->world - 1);
     b->s.async = set->async;
     b->s.threads = set->threads;
     b->s.fused = !set->unfused;
-    b->s.opaque = opaque;
     b->s.checks = set->world < 64;
     CHECK(sim_open(&b->s));
     fsdp_model_desc md = FSDP_ZERO;
@@ -139,7 +137,6 @@ static void bed_open_as(bed *b, const setting *set, int opaque) {
     }
 }
 
-static void bed_open(bed *b, const setting *set) { bed_open_as(b, set, 0); }
 static void bed_close(bed *b) {
     CHECK_EQ_INT(sim_close(&b->s), 0);
     CHECK_MSG(!b->s.races, "%s", b->s.race);
@@ -191,32 +188,6 @@ static fsdp_buf *make_buf(const bed *b, int64_t bytes) {
 }
 
 /* ---- what an observer sees ------------------------------------------------------------------- */
-
-TEST_P(extension, counters_are_the_sum_of_the_ops, settings, RANKS(row->world)) {
-    bed b;
-    bed_open(&b, row);
-    observe(&b, 0, 1);
-    for (int k = 0; k < 3; k++) {
-        if (k == 1) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
-        if (k == 2) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 1));
-        step(&b);
-    }
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(b.model, &c));
-    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
-        CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
-        CHECK_EQ_INT(c.bytes[kind], b.bytes[kind]);
-    }
-    if (!row->threads) { /* the backend's tables count the same */
-        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++) {
-            CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
-            CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
-        }
-        CHECK_EQ_INT(b.s.works,
-                     c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
-    }
-    bed_close(&b);
-}
 
 /* Each call of a step emits one marker, in order, before its work. */
 TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
@@ -1358,155 +1329,44 @@ TEST(extension, moved_is_notified_again) {
     }
 }
 
-/* States of optimizers and a scaler, saved and loaded as items. */
-typedef struct {
-    char name[64];
-    unsigned char data[2048];
-    size_t nbytes;
-} saved_item;
-
-static int save_all(fsdp_model *m, saved_item *out, int most) {
-    fsdp_state_item item = FSDP_ZERO;
-    int num = 0;
-    fsdp_status status;
-    while ((status = fsdp_next_state(m, &item)) == FSDP_OK && item.name) {
-        CHECK(num < most);
-        saved_item *to = &out[num++];
-        snprintf(to->name, sizeof to->name, "%s.%s.%d", item.extension, item.name, item.ordinal);
-        to->nbytes = (size_t)item.numel * fsdp_dtype_size(item.dtype);
-        CHECK(to->nbytes <= sizeof to->data);
-        fsdp_param_view v;
-        if (item.sharded) {
-            CHECK_OK(fsdp_param_at(m, item.ordinal, &v));
-            CHECK(item.numel == v.numel && item.ndim == v.ndim && item.shape[0] == v.shape[0]);
-        }
-        if (item.memory == FSDP_MEMORY_HOST) memcpy(to->data, item.data, to->nbytes);
-        else CHECK_OK(fsdp_transfer(m, to->data, item.data, (int64_t)to->nbytes));
-    }
-    CHECK_OK(status);
-    return num;
-}
-
-static void load_all(fsdp_model *m, const saved_item *from, int num) {
-    fsdp_state_item item = FSDP_ZERO;
-    int at = 0;
-    while (fsdp_next_state(m, &item) == FSDP_OK && item.name) {
-        char name[64];
-        CHECK(at < num);
-        snprintf(name, sizeof name, "%s.%s.%d", item.extension, item.name, item.ordinal);
-        CHECK_EQ_STR(name, from[at].name);
-        if (item.memory == FSDP_MEMORY_HOST) memcpy(item.data, from[at].data, from[at].nbytes);
-        else CHECK_OK(fsdp_transfer(m, item.data, from[at].data, (int64_t)from[at].nbytes));
-        at++;
-    }
-    CHECK_EQ_INT(at, num);
-    CHECK_OK(fsdp_state_loaded(m));
-}
-
-static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
-    forwards(b->units);
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_backward(b->units[i]));
-        float *g = (float *)sim_host(&b->s, fsdp_grad(b->units[i], 0));
-        for (int k = 0; k < 8; k++) g[k] = (float)(k + 1);
-        CHECK_OK(fsdp_post_backward(b->units[i]));
-    }
-    CHECK_OK(fsdp_finalize_backward(b->model));
-    CHECK_OK(fsdp_grad_scaler_unscale(scaler));
-    if (adamw) CHECK_OK(fsdp_adamw_step(adamw, 0.1));
-    if (sgd) CHECK_OK(fsdp_sgd_step(sgd, 0.1));
-    CHECK_OK(fsdp_grad_scaler_update(scaler));
-    CHECK_OK(fsdp_zero_grad(b->model));
-}
-
-static const struct {
-    const char *name;
-    int async, opaque, sgd;
-} keepers[] = {
-    {"adamw", 0, 0, 0}, {"sgd", 0, 0, 1}, {"adamw_device", 1, 1, 0}, {"sgd_device", 1, 1, 1}};
-
-TEST_P(extension, states_round_trip, keepers) {
-    static saved_item first[64], then[64], again[64];
-    setting set = {"states", 1, 0, 0, 0, FSDP_F32, 0, 0, 1};
-    set.async = row->async;
-    bed b;
-    memset(&b, 0, sizeof b);
-    fsdp_adamw *adamw = NULL;
-    fsdp_sgd *sgd = NULL;
+/* The states of an optimizer and of a scaler, as items. Checkpoints save and load them. */
+TEST(extension, state_items) {
+    fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
-    fsdp_grad_scaler_desc gd = FSDP_ZERO;
-    fsdp_sgd_desc sd = fsdp_sgd_defaults();
-    sd.momentum = 0.9;
-    gd.growth_interval = 5;
-    bed_open_as(&b, &set, row->opaque);
-    if (row->sgd) CHECK_OK(fsdp_sgd_create(b.model, &sd, &sgd));
-    else CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
-    CHECK_OK(fsdp_grad_scaler_create(b.model, &gd, &scaler));
-    for (int k = 0; k < 2; k++) states_step(&b, adamw, sgd, scaler);
-    int num = save_all(b.model, first, 64);
-    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trained parameters; 2 more are frozen */
-    CHECK_EQ_STR(first[0].name, row->sgd ? "sgd.momentum_buffer.0" : "adamw.exp_avg.0");
-    CHECK_EQ_STR(first[num - 1].name, "grad_scaler.state.-1");
-    for (int k = 0; k < 3; k++) states_step(&b, adamw, sgd, scaler);
-    CHECK_EQ_INT(save_all(b.model, then, 64), num);
-    int differ = 0;
-    for (int i = 0; i < num; i++)
-        differ += memcmp(first[i].data, then[i].data, first[i].nbytes) != 0;
-    CHECK(differ > 3 && memcmp(first[num - 1].data, then[num - 1].data, 40));
-    load_all(b.model, first, num);
-    CHECK_EQ_INT(save_all(b.model, again, 64), num);
-    for (int i = 0; i < num; i++) CHECK(!memcmp(first[i].data, again[i].data, first[i].nbytes));
-    fsdp_grad_scaler_state state;
-    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
-    CHECK_EQ_INT(state.growth_tracker, 2);
-    double wrong = -1; /* an invalid scale is refused, and no state is loaded */
-    memcpy(again[num - 1].data, &wrong, sizeof wrong);
-    fsdp_state_item item = FSDP_ZERO;
-    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
-        if (!strcmp(item.extension, "grad_scaler")) memcpy(item.data, again[num - 1].data, 40);
-    CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
-    CHECK_EQ_INT(state.growth_tracker, 2);
-    fsdp_param_view v = FSDP_ZERO; /* reserves states of frozen parameters, while updates may run */
+    fsdp_state_item item;
+    fsdp_param_view v = FSDP_ZERO;
+    int num;
+    bed b;
+    bed_open(&b, &settings[0]);
+    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
+    for (int all = 0; all < 2; all++) {
+        memset(&item, 0, sizeof item);
+        for (num = 0; fsdp_next_state(b.model, &item) == FSDP_OK && item.name; num++) {
+            const int is_scaler = !strcmp(item.extension, "grad_scaler");
+            CHECK_EQ_INT(item.ordinal == -1, is_scaler);
+            if (!item.sharded) continue;
+            CHECK_OK(fsdp_param_at(b.model, item.ordinal, &v));
+            CHECK(item.numel == v.numel && item.ndim == v.ndim);
+            CHECK_EQ_MEM(item.shape, v.shape, sizeof item.shape);
+        }
+        CHECK_EQ_INT(num, 3 * (all ? 10 : 8) + 1); /* two of ten parameters are frozen */
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(b.model, &v)) CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
+    }
     CHECK_STATUS(fsdp_state_reserve(NULL, 0), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_state_reserve(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
-    states_step(&b, adamw, sgd, scaler);
-    CHECK_EQ_INT(save_all(b.model, again, 64), num);
-    while (fsdp_next_param(b.model, &v)) {
-        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
-        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
-    }
-    CHECK_EQ_INT(save_all(b.model, then, 64), 10 * (row->sgd ? 2 : 3) + 1);
-    for (int i = 0, k; i < num; i++) { /* the other states are unchanged */
-        for (k = 0; strcmp(then[k].name, again[i].name) != 0; k++) CHECK(k < 40);
-        CHECK_EQ_MEM(then[k].data, again[i].data, again[i].nbytes);
-    }
+    const double wrong = -1; /* an invalid scale is refused */
+    memset(&item, 0, sizeof item);
+    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
+        if (item.ordinal == -1) memcpy(item.data, &wrong, sizeof wrong);
+    CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_transfer(b.model, NULL, NULL, 0));
+    CHECK_STATUS(fsdp_transfer(b.model, &num, &num, -1), FSDP_ERR_INVALID_ARG);
     bed_close(&b);
 }
 
 /* ---- ops of an extension --------------------------------------------------------------------- */
-
-TEST(extension, sees_updates_and_transfers) {
-    bed b;
-    fsdp_adamw *adamw;
-    fsdp_grad_scaler *scaler;
-    bed_open(&b, &settings[0]);
-    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
-    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
-    observe(&b, 0, 1);
-    states_step(&b, adamw, NULL, scaler);
-    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2); /* unscale, AdamW: all used parameters */
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(b.model, &c));
-    CHECK_EQ_INT(c.calls[FSDP_OP_UPDATE], b.calls[FSDP_OP_UPDATE]);
-    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: it does not run */
-    fsdp_optim_state s;
-    CHECK_OK(fsdp_adamw_state(adamw, 0, &s));
-    float m = ((float *)s.first)[0];
-    states_step(&b, adamw, NULL, scaler);
-    CHECK(memcmp(&m, s.first, sizeof m) == 0);
-    bed_close(&b);
-}
 
 TEST(extension, names) {
     bed b;
@@ -2493,41 +2353,6 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     CHECK_OK(fsdp_detach(b.model, &ec));
     CHECK_OK(fsdp_detach(b.model, &ea));
     step(&b);
-    bed_close(&b);
-}
-
-/* An op says whether a user's function runs it. */
-TEST_P(extension, custom_op_is_notified, settings, RANKS(row->world)) {
-    static tape t;
-    static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    e.buffer = NULL;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    for (int which = -1; which < 2; which++) {
-        int customs = 0, others = 0;
-        CHECK_OK(fsdp_set_custom_all_gather(b.units[1], which == 0 ? no_comm : NULL, NULL));
-        CHECK_OK(fsdp_set_custom_reduce_scatter(b.units[1], which == 1 ? no_comm : NULL, NULL));
-        tape_step(&t);
-        CHECK_OK(fsdp_finalize_backward(b.model));
-        t.record = 1;            /* the unit's comm runs it, but it is not part of a step */
-        static double full[256]; /* large enough for each dtype */
-        CHECK_OK(fsdp_param_full(b.units[1], 2, full));
-        t.record = 0;
-        for (int i = 0; i < t.num_ops; i++) {
-            const fsdp_op *op = &t.ops[i];
-            int custom = which >= 0 && op->kind == kinds[which] && op->unit == b.units[1] &&
-                         (op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_REDUCE);
-            CHECK_EQ_INT(op->custom, custom);
-            customs += custom;
-            others += op->comm && !custom;
-        }
-        CHECK_EQ_INT(customs, row->world == 1 || which < 0 ? 0 : which == 0 ? 2 : 1);
-        CHECK(row->world == 1 || others > 0);
-    }
-    CHECK_OK(fsdp_detach(b.model, &e));
-    tape_close(&t);
     bed_close(&b);
 }
 
