@@ -41,6 +41,7 @@ static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
    hash gives, and everything is exact in f32: parameters are compared in every forward and every
    backward, gradients and shards after it. */
 enum { MAX_UNITS = 8 };
+typedef struct tp_part tp_part;
 typedef struct {
     fsdp_world *world;
     fsdp_model *model;
@@ -50,7 +51,32 @@ typedef struct {
     fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
     int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
     fsdp_adamw *adam;   /* updates in place of descent: one step, its first */
+    const tp_part
+        *tp; /* what tensor parallelism leaves of the parameters of its only unit; or NULL */
 } toy;
+
+/* With tensor parallelism the unit of a rank describes its own part of each parameter, and its mesh is
+   the data-parallel part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts
+   it: split over tp first, then over dp. */
+typedef struct {
+    const char *name;
+    int rows, cols;        /* of the whole; cols 0: a vector */
+    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
+} tp_param;
+struct tp_part {
+    const tp_param *params;
+    int count, rank, size;
+    fsdp_range cut[8]; /* along tp_dim */
+};
+
+/* Element k of the tp part of parameter i, in the whole parameter. */
+static int64_t tp_element(const tp_part *m, int i, int64_t k) {
+    const tp_param *p = &m->params[i];
+    int64_t cols = p->cols ? p->cols : 1;
+    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
+    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
+    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
+}
 
 static int toy_hash(int a, int b, int c, int64_t e) {
     uint64_t state = (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)c * 101 +
@@ -60,6 +86,10 @@ static int toy_hash(int a, int b, int c, int64_t e) {
 static double toy_start(int u, int i, int64_t e) { return toy_hash(u, i, 1, e) % 64 / 4.0 - 8; }
 static double toy_slope(int rank, int step, int u, int i, int64_t e) {
     return toy_hash(u + 16 * step, i, 2 + rank, e) % 17 - 8;
+}
+/* Element e of the unit's parameter i, in the whole parameter. */
+static int64_t whole_of(const toy *t, int i, int64_t e) {
+    return t->tp ? tp_element(t->tp, i, e) : e;
 }
 static double toy_mean(const toy *t, int step, int u, int i, int64_t e) {
     double sum = 0;
@@ -79,12 +109,14 @@ static double as_stored(const fsdp_param_view *v, double value) {
     return lab_round(v->dtype, value);
 }
 
+/* user: a tp_part, or NULL */
 static void toy_fill(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        lab_put(
-            block->data, block->dtype, k,
-            as_stored(block, toy_start(unit_of(block), block->index, fsdp_view_index(block, k))));
+    for (int64_t k = 0; k < block->numel; k++) {
+        int64_t e = fsdp_view_index(block, k);
+        if (user) e = tp_element((const tp_part *)user, block->index, e);
+        lab_put(block->data, block->dtype, k,
+                as_stored(block, toy_start(unit_of(block), block->index, e)));
+    }
 }
 
 static void toy_begin(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place) {
@@ -122,8 +154,9 @@ static void toy_look(const toy *t, int u) {
         const void *data = fsdp_data(t->unit[u], i);
         W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++) {
+            const int64_t w = whole_of(t, i, e);
             double truth = as_stored(&v,
-                                     v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
+                                     v.requires_grad ? toy_truth(t, u, i, w) : toy_start(u, i, w));
             if (t->quantised && v.ndim == 2) truth = lab_round(FSDP_BF16, truth);
             if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
             W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
@@ -141,7 +174,8 @@ static void toy_slopes(const toy *t, int u) {
         W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
             lab_put(grad, dtype, e,
-                    lab_get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
+                    lab_get(grad, dtype, e) +
+                        toy_slope(t->place, t->step, u, i, whole_of(t, i, e)));
     }
 }
 
@@ -158,7 +192,7 @@ static void toy_shards(const toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(t->model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
-            int64_t e = fsdp_view_index(&v, k);
+            int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
             double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
                                                          : toy_start(unit_of(&v), v.index, e));
             W_CHECK(lab_get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
@@ -192,7 +226,8 @@ static void toy_step(toy *t) {
     while (fsdp_next_param(t->model, &v)) {
         W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
+            const int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
+            double mean = toy_mean(t, t->step, unit_of(&v), v.index, e);
             double grad = lab_get(v.shard_grad, v.grad_dtype, k);
             W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
                     v.name, grad, mean);
@@ -204,7 +239,7 @@ static void toy_step(toy *t) {
         memset(&v, 0, sizeof v);
         while (fsdp_next_param(t->model, &v))
             for (int64_t k = 0; k < v.numel; k++) {
-                int64_t e = fsdp_view_index(&v, k);
+                int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
                 check_adam(lab_get(v.shard, v.dtype, k), toy_truth(t, unit_of(&v), v.index, e),
                            toy_mean(t, t->step, unit_of(&v), v.index, e));
             }
@@ -714,37 +749,10 @@ TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_worlds(2, mixed_dtypes);
 
 /* ---- parameters that are already split by tensor parallelism --------------------------------- */
 
-/* The unit of a rank describes its own part of each parameter, and its mesh is the data-parallel
-   part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts it: split
-   over tp first, then over dp. */
-typedef struct {
-    const char *name;
-    int rows, cols;        /* of the whole; cols 0: a vector */
-    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
-} tp_param;
-
 typedef struct {
     toy toy;
-    const tp_param *params;
-    int count, tp_rank, tp_size;
-    fsdp_range cut[8]; /* along tp_dim */
+    tp_part part;
 } tp_model;
-
-/* Element k of the tp part of parameter i, in the whole parameter. */
-static int64_t tp_element(const tp_model *m, int i, int64_t k) {
-    const tp_param *p = &m->params[i];
-    int64_t cols = p->cols ? p->cols : 1;
-    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
-    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
-    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
-}
-
-static void tp_fill(void *user, const fsdp_param_view *block) {
-    const tp_model *m = (const tp_model *)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] = (float)toy_start(
-            0, block->index, tp_element(m, block->index, fsdp_view_index(block, k)));
-}
 
 /* dim tp of the mesh is its last one; those before it are data parallel. */
 static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_param *params,
@@ -759,43 +767,44 @@ static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_p
     md.mesh = dp;
     toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), fsdp_mesh_rank(dp, 0));
     if (tp == 2) m->toy.place = 2 * m->toy.place + fsdp_mesh_rank(dp, 1);
-    m->params = params;
-    m->count = count;
-    m->tp_rank = fsdp_mesh_rank(mesh, tp);
-    m->tp_size = fsdp_mesh_size(mesh, tp);
+    m->part.params = params;
+    m->part.count = count;
+    m->part.rank = fsdp_mesh_rank(mesh, tp);
+    m->part.size = fsdp_mesh_size(mesh, tp);
     for (int i = 0; i < count; i++) {
         int whole = params[i].tp_dim == 1 ? params[i].cols : params[i].rows;
-        CHECK_OK(fsdp_shard_range(whole, m->tp_size, m->tp_rank, &m->cut[i]));
-        int64_t rows = params[i].tp_dim == 0 ? m->cut[i].count : params[i].rows;
-        int64_t cols = params[i].tp_dim == 1 ? m->cut[i].count : params[i].cols;
+        CHECK_OK(fsdp_shard_range(whole, m->part.size, m->part.rank, &m->part.cut[i]));
+        int64_t rows = params[i].tp_dim == 0 ? m->part.cut[i].count : params[i].rows;
+        int64_t cols = params[i].tp_dim == 1 ? m->part.cut[i].count : params[i].cols;
         p[i] = cols ? fsdp_mat(params[i].name, rows, cols) : fsdp_vec(params[i].name, rows);
         p[i].shard_dim = params[i].shard_dim;
     }
     toy_unit(&m->toy, NULL, p, count);
-    CALL(world, fsdp_init_params(m->toy.model, tp_fill, m));
+    m->toy.tp = &m->part;
+    CALL(world, fsdp_init_params(m->toy.model, toy_fill, &m->part));
 }
 
 /* Gathered over dp, every rank has its part of the whole. */
 static void tp_check(const tp_model *m, double offset) {
     float full[1024];
-    for (int i = 0; i < m->count; i++) {
+    for (int i = 0; i < m->part.count; i++) {
         fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
         CHECK(lab_full_numel(&v) <= 1024);
         CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
+            CHECK_NEAR(full[e], toy_start(0, i, tp_element(&m->part, i, e)) + offset, 0);
     }
 }
 
 /* My shard is where the placements put it: rows or columns of the tp part, split over dp. */
 static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
     int dp = fsdp_mesh_rank(mesh, 0);
-    for (int i = 0; i < m->count; i++) {
-        const tp_param *p = &m->params[i];
+    for (int i = 0; i < m->part.count; i++) {
+        const tp_param *p = &m->part.params[i];
         fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
         int64_t part[2] = {p->rows, p->cols};
         fsdp_range cut;
-        if (p->tp_dim >= 0) part[p->tp_dim] = m->cut[i].count;
+        if (p->tp_dim >= 0) part[p->tp_dim] = m->part.cut[i].count;
         CHECK_OK(fsdp_shard_range(part[p->shard_dim], fsdp_mesh_size(mesh, 0), dp, &cut));
         CHECK_EQ_INT(v.shard_dim, p->shard_dim);
         CHECK_EQ_INT(v.start[p->shard_dim], cut.start);
@@ -804,68 +813,25 @@ static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
         for (int64_t k = 0; k < v.numel; k++) {
             int64_t width = v.ndim == 2 ? v.local_shape[1] : 1, of = v.ndim == 2 ? part[1] : 1;
             int64_t row = k / width + v.start[0], col = k % width + (v.ndim == 2 ? v.start[1] : 0);
-            CHECK_NEAR(((float *)v.shard)[k], toy_start(0, i, tp_element(m, i, row * of + col)), 0);
+            CHECK_NEAR(((float *)v.shard)[k],
+                       toy_start(0, i, tp_element(&m->part, i, row * of + col)), 0);
         }
     }
-}
-
-/* A step of all parts: gradients are those of the elements in the whole parameter, averaged over
-   dp. */
-static void tp_step(tp_model *m) {
-    fsdp_world *world = m->toy.world;
-    toy *t = &m->toy;
-    fsdp_param_view v = FSDP_ZERO;
-    lab_forward(world, t->unit[0]);
-    CALL(world, fsdp_pre_backward(t->unit[0]));
-    for (int i = 0; i < m->count; i++) {
-        const float *data = (const float *)fsdp_data(t->unit[0], i);
-        float *grad = (float *)fsdp_grad(t->unit[0], i);
-        v = lab_view(world, t->unit[0], i);
-        for (int64_t k = 0; k < lab_full_numel(&v); k++) {
-            int64_t e = tp_element(m, i, k);
-            CHECK_NEAR(data[k], toy_truth(t, 0, i, e), 0);
-            grad[k] += (float)toy_slope(t->place, t->step, 0, i, e);
-        }
-    }
-    CALL(world, fsdp_post_backward(t->unit[0]));
-    CALL(world, fsdp_finalize_backward(t->model));
-    memset(&v, 0, sizeof v);
-    while (fsdp_next_param(t->model, &v))
-        for (int64_t k = 0; k < v.numel; k++) {
-            int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
-            float grad = ((const float *)v.shard_grad)[k];
-            CHECK_NEAR(grad, toy_mean(t, t->step, 0, v.index, e), 0);
-            if (!t->adam) ((float *)v.shard)[k] -= grad / 2;
-        }
-    if (t->adam) {
-        CALL(world, fsdp_adamw_step(t->adam, 0.01));
-        memset(&v, 0, sizeof v);
-        while (fsdp_next_param(t->model, &v))
-            for (int64_t k = 0; k < v.numel; k++) {
-                int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
-                check_adam((double)((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
-                           toy_mean(t, t->step, 0, v.index, e));
-            }
-        return;
-    }
-    CALL(world, fsdp_params_changed(t->model));
-    CALL(world, fsdp_zero_grad(t->model));
-    t->step++;
 }
 
 /* Summed over tp the parts add up to the whole: no element is missing, none is there twice. */
 static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
     fsdp_world *world = m->toy.world;
     float part[1024], whole[1024];
-    for (int i = 0; i < m->count; i++) {
-        const tp_param *p = &m->params[i];
+    for (int i = 0; i < m->part.count; i++) {
+        const tp_param *p = &m->part.params[i];
         fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
         int64_t count = p->rows * (p->cols ? p->cols : 1);
         CHECK(count <= 1024);
         memset(whole, 0, sizeof whole);
         CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
+            if (p->tp_dim >= 0 || m->part.rank == 0) whole[tp_element(&m->part, i, e)] += part[e];
         CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
         for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_truth(&m->toy, 0, i, e), 0);
     }
@@ -924,7 +890,7 @@ static void diff_dim(fsdp_world *world) {
     tp_check(&m, 0);
     for (int step = 0; step < 2; step++) {
         tp_whole(&m, tp);
-        tp_step(&m);
+        toy_step(&m.toy);
     }
     tp_whole(&m, tp);
 }
@@ -1131,11 +1097,11 @@ static void meta_device_2d(fsdp_world *world) {
         toy_adam(&m.toy);
         CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
         shards_are(&m.toy, constant);
-        CALL(world, fsdp_init_params(m.toy.model, tp_fill, &m));
+        CALL(world, fsdp_init_params(m.toy.model, toy_fill, &m.part));
         while (fsdp_next_param(m.toy.model, &v))
             for (int64_t k = 0; k < v.numel; k++) CHECK(((float *)v.shard)[k] < 1000);
         tp_check_shards(&m, mesh);
-        tp_step(&m);
+        toy_step(&m.toy);
         fsdp_model_destroy(m.toy.model);
     }
 }
@@ -1650,7 +1616,7 @@ static void tp_save_load(fsdp_world *world, const void *arg) {
         tp_check(&m, 0);
         save_load(&m.toy);
         tp_check(&m, 0);
-        tp_step(&m);
+        toy_step(&m.toy);
         fsdp_model_destroy(m.toy.model);
     }
 }
