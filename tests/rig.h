@@ -188,16 +188,12 @@ H_FN void finalize(rig *r) {
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
    k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
    o optimizer step        c clip         n clip, no norm     z zero_grad
-   | a bar in the trace    spaces mean nothing */
+   spaces mean nothing */
 H_FN void play(rig *r, const char *script) {
     double norm;
     for (const char *at = script; *at; at++) {
         char call = *at;
         if (call == ' ') continue;
-        if (call == '|') {
-            say(r, "|", "", "");
-            continue;
-        }
         if (strchr(".ocnz", call)) {
             if (call == '.') finalize(r);
             if (call == 'o') optimize(r);
@@ -256,5 +252,4 @@ H_FN void play(rig *r, const char *script) {
 #define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
 #define BWD4 "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r"
 #define UF   "Ur:F U0:F U1:F U2:F"
-#define UR   "Ur:F U0:F R0 U1:F R1 U2:F R2"
 #endif
