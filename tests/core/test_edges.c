@@ -410,6 +410,8 @@ static void unit_memory(lab_rank *r) {
         CHECK_EQ_INT(m.pool_slots[pool], pool == FSDP_POOL_GATHER);
     }
     CHECK_EQ_INT(m.total_bytes, sum);
+    CHECK(m.pool_bytes[FSDP_POOL_SHARD] >= (6 * 4 + 5) * 4 / r->size);
+    CHECK(m.pool_bytes[FSDP_POOL_SHARD_GRAD] >= (6 * 4 + 5) * 4 / r->size);
     CHECK_EQ_INT(m.unsharded_bytes, 2 * (6 * 4 + 5) * 4); /* and the gradients */
     CALL(x.w, fsdp_post_forward(x.u));
 }

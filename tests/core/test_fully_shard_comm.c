@@ -1165,9 +1165,9 @@ TEST(fully_shard_comm, symm_mem) { test_memory("mixed"); } /* symmetric: the sam
 /* Comm functions of the user's own, one unit's, for one step; order and memory do not matter. */
 static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                             const fsdp_coll *coll) {
-    int *calls = (int *)user, is_reduction = coll->kind == FSDP_OP_REDUCE_SCATTER;
+    const int is_reduction = coll->kind == FSDP_OP_REDUCE_SCATTER;
     CHECK_EQ_INT(coll->label, is_reduction ? FSDP_LABEL_REDUCE : FSDP_LABEL_GATHER);
-    calls[is_reduction]++;
+    (*(int *)user)++;
     return ops->run(comm, coll);
 }
 static void own_comms(fsdp_world *world, const void *arg) {
@@ -1176,8 +1176,8 @@ static void own_comms(fsdp_world *world, const void *arg) {
     net_build(&n, world, NULL);
     for (int k = 0; k < 2; k++)
         if (first == (k == 0))
-            CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], own_comm, calls));
-        else CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], own_comm, calls));
+            CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], own_comm, &calls[0]));
+        else CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], own_comm, &calls[1]));
     net_step(&n);
     CHECK_EQ_INT(calls[0], 2);
     CHECK_EQ_INT(calls[1], 1);
