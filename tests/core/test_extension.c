@@ -867,6 +867,8 @@ TEST(extension, describe_prints_gradient_paths) {
     bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
+    CHECK(strstr(text, "    p1                       f32  [5, 4] dim 0, rows 5..5 of 2 a rank, "
+                       "packed, frozen, cast\n"));
     CHECK(strstr(text,
                  "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient\n"));
     CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
