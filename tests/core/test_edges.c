@@ -1,6 +1,5 @@
-/* test_edges.c - combinations of features that users have run into: ranks of one world that
-   allocate differently, counts of users that must stay, refusals whose status is ignored, failing
-   user functions, and resets at unusual moments.
+/* test_edges.c - combinations of features that users have run into: counts of users that must stay,
+   refusals whose status is ignored, failing user functions, and resets at unusual moments.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | ONE_GPU
@@ -21,44 +20,6 @@ static void rig_open(rig *x, fsdp_world *w, const fsdp_model_desc *md,
 }
 
 static void forward(rig *x) { lab_forward(x->w, x->u); }
-
-/* ---- ranks of one world whose models differ in size ------------------------------------------ */
-
-/* As with an uneven tensor-parallel split: the shards of other groups must not be accessed. */
-static void uneven(lab_rank *r) {
-    enum { COLS = 8 };
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "a", "b");
-    int tp = fsdp_mesh_rank(mesh, 1), rows = tp ? 1024 : 2048;
-    fsdp_param_desc p = fsdp_mat("w", rows, COLS);
-    rig x;
-    md.mesh = lab_slice(r->w, mesh, 0);
-    rig_open(&x, r->w, &md, &p, 1);
-    float *full = (float *)lab_zeros((size_t)(rows * COLS), sizeof *full);
-    for (int i = 0; i < rows * COLS; i++) full[i] = (float)(i % 97 + 1000 * tp);
-    CALL(x.w, fsdp_param_load(x.u, 0, full));
-    for (int step = 0; step < 2; step++) {
-        CALL(x.w, fsdp_barrier(x.w));
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
-        CHECK_EQ_MEM(fsdp_data(x.u, 0), full, (size_t)(rows * COLS) * sizeof *full);
-        float *grad = (float *)fsdp_grad(x.u, 0);
-        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(r->rank + 1);
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
-        fsdp_param_view v = lab_view(x.w, x.u, 0);
-        for (int64_t k = 0; k < v.numel; k++) /* the sum over ranks tp and tp + 2, without a mean */
-            CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
-        CALL(x.w, fsdp_zero_grad(x.m));
-    }
-    free(full);
-}
-TEST(edges, uneven_models_of_threads) { lab_run(4, NULL, uneven, NULL); }
-TEST(edges, uneven_models_of_processes) {
-    lab_how how = FSDP_ZERO;
-    how.processes = 1;
-    lab_run(4, &how, uneven, NULL);
-}
 
 static int two_replicas = 2;
 
@@ -366,6 +327,45 @@ static void nan_norm(lab_rank *r) {
 }
 TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
 
+/* A norm that is not finite. With error_if_nonfinite nothing is scaled, and an infinite max_norm only
+   measures. Otherwise, as in PyTorch, a NaN spreads, and an infinity makes zeros of the others. */
+static void nonfinite_norm(lab_rank *r) {
+    enum { NUMEL = 8192 }; /* several blocks of a sum on each rank */
+    static const double powers[] = {1, 2, 3, 2.5};
+    fsdp_param_desc p = fsdp_vec("a", NUMEL);
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int n = 0; n < 10; n++) {
+        const int is_nan = n % 2, at = n * 800;
+        fsdp_clip_desc d = FSDP_ZERO;
+        double norm = 0;
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        float *grad = (float *)fsdp_grad(x.u, 0);
+        for (int k = 0; k < NUMEL; k++) grad[k] += 2;
+        if (r->rank == 0) grad[at] = (float)(is_nan ? LAB_NAN : LAB_INF);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        d.norm_type = n / 2 == 4 ? LAB_INF : powers[n / 2];
+        for (int way = 0; way < 3; way++) { /* refused, measured, scaled */
+            d.max_norm = way == 1 ? LAB_INF : 1, d.error_if_nonfinite = way == 0;
+            CHECK_STATUS(fsdp_clip_grads(x.m, &d, &norm), way ? FSDP_OK : FSDP_ERR_CORRUPT);
+            CHECK_EQ_INT(h_non_finite(norm), is_nan ? 2 : 1);
+            lab_settle(x.w, x.m);
+            const fsdp_param_view v = lab_view(x.w, x.u, 0);
+            for (int64_t k = 0; k < v.numel; k++) {
+                const double g = (double)((const float *)v.shard_grad)[k];
+                if (fsdp_view_index(&v, k) == at)
+                    CHECK_EQ_INT(h_non_finite(g), is_nan || way == 2 ? 2 : 1);
+                else if (way < 2) CHECK(lab_same(g, 2));
+                else CHECK(is_nan ? h_non_finite(g) == 2 : lab_same(g, 0));
+            }
+        }
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+}
+TEST(edges, norms_that_are_not_finite) { lab_run(2, NULL, nonfinite_norm, NULL); }
+
 /* With debug a released slot is filled with NaN: a kept pointer does not find old values. */
 static void kept_pointers(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
@@ -392,6 +392,31 @@ static void kept_pointers(lab_rank *r) {
 TEST(edges, kept_pointers_find_nan) {
     if (W_ASAN) SKIP("AddressSanitizer stops where they are read: test_guard");
     for (int size = 1; size < 3; size++) lab_run(size, NULL, kept_pointers, NULL);
+}
+
+/* A unit's memory while it is open: with debug, one rank has a slot, too. */
+static void unit_memory(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 6, 4), fsdp_vec("b", 5)};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_memory m;
+    int64_t sum = 0;
+    rig x;
+    md.debug = 1;
+    rig_open(&x, r->w, &md, p, 2);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    CALL(x.w, fsdp_unit_memory(x.u, &m));
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+        sum += m.pool_bytes[pool];
+        CHECK_EQ_INT(m.pool_slots[pool], pool == FSDP_POOL_GATHER);
+    }
+    CHECK_EQ_INT(m.total_bytes, sum);
+    CHECK(m.pool_bytes[FSDP_POOL_SHARD] >= (6 * 4 + 5) * 4 / r->size);
+    CHECK(m.pool_bytes[FSDP_POOL_SHARD_GRAD] >= (6 * 4 + 5) * 4 / r->size);
+    CHECK_EQ_INT(m.unsharded_bytes, 2 * (6 * 4 + 5) * 4); /* and the gradients */
+    CALL(x.w, fsdp_post_forward(x.u));
+}
+TEST(edges, memory_of_a_unit) {
+    for (int size = 1; size < 3; size++) lab_run(size, NULL, unit_memory, NULL);
 }
 
 /* Sums over the shard group that wait for their all-reduce are gradients: freezing is refused. */

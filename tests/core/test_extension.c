@@ -57,7 +57,7 @@ typedef struct {
     sim s;
     fsdp_model *model;
     fsdp_unit *units[NUM_UNITS];
-    uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
+    uint64_t last_seq, calls[FSDP_OP_COUNT];
     said marks[256], hooks[256];
     int num_marks, num_hooks;
     uint32_t swallow; /* ops that the extension takes, as bits 1u << kind */
@@ -76,7 +76,6 @@ static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
     CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
     b->last_seq = op->seq;
     b->calls[op->kind]++;
-    b->bytes[op->kind] += op->bytes;
     if (op->kind == FSDP_OP_HOOK) {
         CHECK(b->num_marks < 256);
         b->marks[b->num_marks].call = (int)op->count;
@@ -107,14 +106,13 @@ static void observe(bed *b, int call, int op) {
     CHECK_OK(fsdp_attach(b->model, &e));
 }
 
-static void bed_open_as(bed *b, const setting *set, int opaque) {
+static void bed_open(bed *b, const setting *set) {
     memset(b, 0, sizeof *b);
     b->replace = -1;
     sim_init(&b->s, set->world, set->world - 1);
     b->s.async = set->async;
     b->s.threads = set->threads;
     b->s.fused = !set->unfused;
-    b->s.opaque = opaque;
     b->s.checks = set->world < 64;
     CHECK(sim_open(&b->s));
     fsdp_model_desc md = FSDP_ZERO;
@@ -139,56 +137,57 @@ static void bed_open_as(bed *b, const setting *set, int opaque) {
     }
 }
 
-static void bed_open(bed *b, const setting *set) { bed_open_as(b, set, 0); }
 static void bed_close(bed *b) {
     CHECK_EQ_INT(sim_close(&b->s), 0);
     CHECK_MSG(!b->s.races, "%s", b->s.race);
 }
 
+static void forwards(fsdp_unit *const *units) {
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(units[i]));
+        CHECK_OK(fsdp_post_forward(units[i]));
+    }
+}
+/* Runs the backward of all units, and requests the gradients of their first parameters. */
+static void backwards(fsdp_unit *const *units) {
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(units[i]));
+        CHECK(fsdp_grad(units[i], 0));
+        CHECK_OK(fsdp_post_backward(units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(units[0]->model));
+}
+
 static void step(bed *b) {
     double norm;
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b->units[i]));
-        CHECK_OK(fsdp_post_forward(b->units[i]));
-    }
-    for (int i = NUM_UNITS - 1; i >= 0; i--) {
-        CHECK_OK(fsdp_pre_backward(b->units[i]));
-        CHECK(fsdp_grad(b->units[i], 0));
-        CHECK_OK(fsdp_post_backward(b->units[i]));
-    }
-    CHECK_OK(fsdp_finalize_backward(b->model));
+    forwards(b->units);
+    backwards(b->units);
     CHECK_OK(fsdp_clip_grad_norm(b->model, 1.0, &norm));
     CHECK_OK(fsdp_params_changed(b->model));
     CHECK_OK(fsdp_zero_grad(b->model));
 }
 
-/* ---- what an observer sees ------------------------------------------------------------------- */
-
-TEST_P(extension, counters_are_the_sum_of_the_ops, settings, RANKS(row->world)) {
-    bed b;
-    bed_open(&b, row);
-    observe(&b, 0, 1);
-    for (int k = 0; k < 3; k++) {
-        if (k == 1) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
-        if (k == 2) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 1));
-        step(&b);
-    }
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(b.model, &c));
-    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
-        CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
-        CHECK_EQ_INT(c.bytes[kind], b.bytes[kind]);
-    }
-    if (!row->threads) { /* the backend's tables count the same */
-        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++) {
-            CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
-            CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
-        }
-        CHECK_EQ_INT(b.s.works,
-                     c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
-    }
-    bed_close(&b);
+/* Makes an op of `unit`, or of the model. */
+static fsdp_op op_of(const bed *b, fsdp_unit *unit, int kind, int stream) {
+    fsdp_op op;
+    fsdp_op_init(&op, b->model, unit, kind, FSDP_LABEL_NONE, stream);
+    if (!unit) op.what = "x";
+    return op;
 }
+/* Emits a marker: a unit acquires, has written or releases this buffer. */
+static fsdp_status emit_marker(const bed *b, fsdp_unit *unit, int kind, fsdp_buf *buf) {
+    const int is_end = kind == FSDP_OP_RELEASE;
+    fsdp_op op = op_of(b, unit, kind, is_end ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
+    *(is_end ? &op.src : &op.dst) = buf;
+    return fsdp_emit(b->model, &op);
+}
+static fsdp_buf *make_buf(const bed *b, int64_t bytes) {
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_buf_create(b->model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, bytes, &buf));
+    return buf;
+}
+
+/* ---- what an observer sees ------------------------------------------------------------------- */
 
 /* Each call of a step emits one marker, in order, before its work. */
 TEST_P(extension, markers_of_calls, settings, RANKS(row->world)) {
@@ -531,14 +530,27 @@ static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit,
     return !released && pool == l->pool && free_to_give ? l->part : NULL;
 }
 
+/* Attaches and returns an extension that supplies slots of this pool. */
+static fsdp_extension landlord_attach(landlord *l, fsdp_model *model) {
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = l;
+    CHECK_OK(fsdp_attach(model, &e));
+    return e;
+}
+static landlord landlord_of(fsdp_model *model, int pool) {
+    landlord l;
+    memset(&l, 0, sizeof l);
+    l.model = model;
+    l.pool = pool;
+    return l;
+}
+
 /* Each acquired slot is released, by its unit. Without a listener there are no markers. */
 TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, row);
-    l.model = b.model;
-    l.pool = -1;
+    landlord l = landlord_of(b.model, -1);
     step(&b);
     fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &c));
@@ -565,12 +577,9 @@ TEST_P(extension, markers_in_pairs, settings, RANKS(row->world)) {
 /* Gathered parameters lie in a slot of the extension; the pool has none, or frees its own. */
 TEST(extension, slots_from_elsewhere) {
     bed b;
-    landlord l;
     fsdp_memory mem;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
     b.s.checks = 0;
     int pool = fsdp_pool_register(b.model, "arena");
     CHECK_EQ_INT(pool, FSDP_POOL_COUNT);
@@ -581,10 +590,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_buf_view(b.model, l.arena, 4096, 32768, &l.part));
     CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
     CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
-    fsdp_extension e = FSDP_ZERO;
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    (void)landlord_attach(&l, b.model);
     for (int k = 0; k < 2; k++) {
         CHECK_OK(fsdp_pre_forward(b.units[1]));
         CHECK(l.part->held);
@@ -626,29 +632,18 @@ TEST(extension, slots_from_elsewhere) {
 /* A slot that another unit holds is refused. */
 TEST(extension, slot_in_use) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
     l.careless = 1;
     b.s.checks = 0;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    l.arena = make_buf(&b, 65536);
     CHECK_OK(fsdp_buf_view(b.model, l.arena, 0, 65536, &l.part));
-    fsdp_extension e = FSDP_ZERO;
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    fsdp_op op; /* a unit acquires the slot */
-    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.dst = l.part;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    (void)landlord_attach(&l, b.model);
+    CHECK_OK(emit_marker(&b, b.units[1], FSDP_OP_ACQUIRE, l.part));
     CHECK(l.part->held);
     CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit2' a slot"));
-    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.src = l.part;
-    (void)fsdp_emit(b.model, &op); /* the world has failed */
+    (void)emit_marker(&b, b.units[1], FSDP_OP_RELEASE, l.part); /* the world has failed */
     fsdp_buf_destroy(b.model, l.part);
     fsdp_buf_destroy(b.model, l.arena);
     bed_close(&b);
@@ -788,6 +783,10 @@ static void check_photos(const photo *a, const photo *b) {
 }
 
 static photo photo_before, photo_after;
+static void check_as_before(const bed *b) {
+    photograph(b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+}
 
 /* Replays the recorded step, from its ops and states only. */
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
@@ -835,12 +834,10 @@ TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &dry));
     CHECK_EQ_INT(b.s.works, works);
     CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_without_end, &dry));
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_attach(b.model, &ee));
     tape_step(&real);
     CHECK_OK(fsdp_finalize_backward(b.model));
@@ -864,67 +861,14 @@ TEST_P(extension, dry_run, settings, RANKS(row->world)) {
     bed_close(&b); /* checks for races */
 }
 
-/* Replayed steps have the same counters and states, without races; then an eager step runs. */
-TEST_P(extension, replay, settings, RANKS(row->world)) {
-    bed b;
-    static tape t;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    step(&b);
-    e.call = replay;
-    e.buffer = NULL;
-    t.record = 1;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    fsdp_counters c[3];
-    memset(c, 0, sizeof c);
-    CHECK_OK(fsdp_model_counters(b.model, &c[0]));
-    tape_step(&t);
-    CHECK_OK(fsdp_finalize_backward(b.model));
-    CHECK_OK(fsdp_params_changed(b.model));
-    CHECK_OK(fsdp_zero_grad(b.model));
-    CHECK_OK(fsdp_model_counters(b.model, &c[1]));
-    for (int n = 0; n < 3; n++) {
-        t.num_calls = 0;
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(b.units[i]));
-            CHECK(fsdp_data(b.units[i], 0));
-            CHECK_OK(fsdp_post_forward(b.units[i]));
-        }
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(b.units[i]));
-            CHECK(fsdp_grad(b.units[i], 0));
-            CHECK_OK(fsdp_post_backward(b.units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(b.model));
-        for (int i = 0; i < NUM_UNITS; i++) { /* each used parameter has a gradient */
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
-            CHECK(v.shard_grad != NULL);
-        }
-        CHECK_OK(fsdp_params_changed(b.model));
-        CHECK_OK(fsdp_zero_grad(b.model));
-    }
-    CHECK_OK(fsdp_model_counters(b.model, &c[2]));
-    for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
-        if (kind != FSDP_OP_HOOK) /* finalize issues some markers itself */
-            CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
-                         3 * (c[1].calls[kind] - c[0].calls[kind]));
-    CHECK_EQ_INT(c[2].allocations, c[1].allocations);
-    t.record = 1; /* an eager step again */
-    t.num_ops = 0;
-    CHECK_OK(fsdp_detach(b.model, &e));
-    step(&b);
-    tape_close(&t);
-    bed_close(&b);
-}
-
 TEST(extension, describe_prints_gradient_paths) {
     static char text[16384];
     bed b;
     bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
     CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
     CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
+    CHECK(strstr(text, "    p1                       f32  [5, 4] dim 0, rows 5..5 of 2 a rank, "
+                       "packed, frozen, cast\n"));
     CHECK(strstr(text,
                  "    gradients: chunk_cat in the slot, reduce_scatter to the shard gradient\n"));
     CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
@@ -938,181 +882,21 @@ TEST(extension, describe_prints_gradient_paths) {
     bed_close(&b);
 }
 
-/* Equal states have equal bytes; with another slot the bytes differ. */
-TEST(extension, saved_states) {
-    bed b;
-    fsdpi_plan_saved one, again;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    for (int k = 0; k < 2; k++) {
-        if (k) CHECK_OK(fsdp_unshard(b.units[0]));
-        if (k) CHECK_OK(fsdp_wait(b.units[0]));
-        memset(&one, 7, sizeof one);
-        memset(&again, 9, sizeof again);
-        fsdpi_plan_save_unit(b.units[0], &one);
-        fsdpi_plan_restore_unit(b.units[0], &one);
-        fsdpi_plan_save_unit(b.units[0], &again);
-        CHECK_EQ_MEM(&one, &again, sizeof one);
-    }
-    b.units[0]->state.slot[FSDP_POOL_GATHER]->number++; /* a buffer at the address of a freed one */
-    fsdpi_plan_save_unit(b.units[0], &again);
-    CHECK(memcmp(&one, &again, sizeof one) != 0);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    bed_close(&b);
-}
-
-/* The order of forwards belongs to the model: a restored unit has no position in it. */
-TEST(extension, restored_unit_has_no_order) {
-    bed b;
-    fsdpi_plan_saved one;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_pre_forward(b.units[0]));
-    CHECK_OK(fsdp_post_forward(b.units[0]));
-    fsdpi_plan_save_unit(b.units[0], &one);
-    CHECK_EQ_INT(b.units[0]->state.last_order, 0);
-    fsdpi_plan_restore_unit(b.units[0], &one);
-    CHECK_EQ_INT(b.units[0]->state.last_order, -1);
-    bed_close(&b);
-}
-
-/* A unit that is restored as open holds its slot, though the slot was released meanwhile. */
-TEST(extension, restored_unit_holds_its_slots) {
-    bed b;
-    fsdpi_plan_saved one;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_unshard(b.units[0]));
-    CHECK_OK(fsdp_wait(b.units[0]));
-    const fsdp_buf *slot = b.units[0]->state.slot[FSDP_POOL_GATHER];
-    fsdpi_plan_save_unit(b.units[0], &one);
-    CHECK(slot && slot->held);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!slot->held);
-    fsdpi_plan_restore_unit(b.units[0], &one);
-    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && slot->held);
-    CHECK_OK(fsdp_reshard(b.units[0]));
-    CHECK(!slot->held);
-    bed_close(&b);
-}
-
-/* Prefetches of a dry run do not count against prefetch_bytes afterwards. */
-static fsdp_status dry_prefetch(void *user) {
-    bed *b = (bed *)user;
-    fsdp_status status = fsdp_pre_forward(b->units[0]);
-    CHECK_EQ_INT(fsdp_unit_storage(b->units[1]), FSDP_STORAGE_IN_FLIGHT);
-    CHECK(b->model->ahead_bytes > 0);
-    return status; /* units stay open */
-}
-TEST(extension, dry_run_prefetches) {
-    static tape t;
-    bed b;
-    bed_open(&b, &settings[5]);
-    b.s.checks = 0;
-    step(&b);
-    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
-    b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
-                                                 b.units[1]->layout.slot_bytes); /* one unit */
-    fsdp_extension e = tape_open(&t, &b);
-    photograph(&b, &photo_before);
-    for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_prefetch, &b));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
-    }
-    CHECK_OK(fsdp_pre_forward(b.units[0]));
-    CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
-    CHECK_OK(fsdp_post_forward(b.units[0]));
-    tape_close(&t);
-    bed_close(&b);
-}
-
-/* Uses of parameters, their flags, and unreduced gradients are unchanged after a dry run of two
-   microbatches with finalize. */
-static fsdp_status dry_uses(void *user) {
-    tape *t = (tape *)user;
-    for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(t->units[i]));
-            CHECK_OK(fsdp_post_forward(t->units[i]));
-        }
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(t->units[i]));
-            for (int n = 0; n < shapes[i].num_params; n++) /* all of them */
-                CHECK_EQ_INT(fsdp_grad(t->units[i], n) == NULL, shapes[i].frozen >> n & 1);
-            CHECK_OK(fsdp_post_backward(t->units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(t->model));
-    }
-    fsdp_param_view v = FSDP_ZERO; /* a dry run returns the view of a reduced gradient */
-    CHECK_OK(fsdp_param_view_get(t->units[1], 3, &v));
-    CHECK_OK(fsdp_zero_grad(t->model));
-    return FSDP_OK;
-}
-TEST_P(extension, dry_run_between_microbatches, settings, RANKS(row->world)) {
-    static tape t;
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    for (int sync = 0; sync < 2; sync++) {
-        CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, sync));
-        for (int i = 0; i < NUM_UNITS; i++) {
-            CHECK_OK(fsdp_pre_forward(b.units[i]));
-            CHECK_OK(fsdp_post_forward(b.units[i]));
-        }
-        for (int i = NUM_UNITS - 1; i >= 0; i--) {
-            CHECK_OK(fsdp_pre_backward(b.units[i]));
-            if (!sync) CHECK(fsdp_grad(b.units[i], 0));
-            CHECK_OK(fsdp_post_backward(b.units[i]));
-        }
-        CHECK_OK(fsdp_finalize_backward(b.model));
-        photograph(&b, &photo_before);
-        CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_uses, &t));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
-    }
-    for (int i = 0; i < NUM_UNITS; i++)
-        for (int n = 0; n < shapes[i].num_params; n++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(b.units[i], n, &v));
-            if (row->world == 1 || !row->threads)           /* simulated workers move nothing */
-                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* uses in the dry run do not count */
-        }
-    CHECK_OK(fsdp_zero_grad(b.model));
-    step(&b);
-    tape_close(&t);
-    bed_close(&b);
-}
-
 /* Markers that an extension emits take effect, also without a listener. */
 TEST(extension, emitted_markers) {
     bed b;
-    fsdp_op op;
-    fsdp_buf *buf;
     bed_open(&b, &settings[5]);
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    fsdp_buf *buf = make_buf(&b, 256);
     CHECK(!buf->held);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.dst = buf;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_ACQUIRE, buf));
     CHECK(buf->held);
     int logged = b.s.num_logged;
     fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
     CHECK_EQ_INT(b.s.num_logged, logged + 1);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_GRADS_WRITTEN, FSDP_LABEL_NONE,
-                 FSDP_STREAM_COMPUTE);
-    op.dst = buf;
     CHECK_EQ_INT((long long)buf->ready.seq, 0);
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_GRADS_WRITTEN, buf));
     CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
-    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_GATHER);
-    op.src = buf;
-    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_RELEASE, buf));
     CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
     fsdp_buf_destroy(b.model, buf);
     bed_close(&b);
@@ -1129,8 +913,6 @@ static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
 }
 TEST(extension, detach_is_refused) {
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
     fsdp_extension e = FSDP_ZERO;
     e.op = leaves;
@@ -1138,13 +920,9 @@ TEST(extension, detach_is_refused) {
     CHECK_OK(fsdp_attach(b.model, &e));
     step(&b);
     CHECK_OK(fsdp_detach(b.model, &e));
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 65536, &l.part));
-    fsdp_extension lends = FSDP_ZERO;
-    lends.buffer = landlord_buffer;
-    lends.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &lends));
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
+    l.part = make_buf(&b, 65536);
+    const fsdp_extension lends = landlord_attach(&l, b.model);
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK(l.part->held);
     CHECK_STATUS(fsdp_detach(b.model, &lends), FSDP_ERR_INVALID_STATE);
@@ -1157,6 +935,7 @@ TEST(extension, detach_is_refused) {
 /* A unit with many dtype groups has ops of every kind for each. */
 static int many_sizes(void *user, int64_t numel, int64_t bytes[FSDP_GATHER_TENSORS]) {
     (void)user;
+    CHECK_EQ_INT(numel, 9); /* of (3, 5), sharded along dim 1 over two ranks and padded */
     bytes[0] = 4 * numel;
     return 1;
 }
@@ -1226,20 +1005,25 @@ static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t 
     w->of_world += !op->model;
     fsdpi_unlock(&w->lock);
 }
+/* Attaches and returns an extension that notes in *w when ops ran. */
+static fsdp_extension watch_ops(watch *w, fsdp_model *model) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(w, 0, sizeof *w);
+    w->model = model;
+    e.ran = watch_ran;
+    e.user = w;
+    CHECK_OK(fsdp_attach(model, &e));
+    return e;
+}
 
 TEST_P(extension, reports_when_ops_ran, settings, RANKS(row->world)) {
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, row);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
     step(&b);
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &before));
-    CHECK_OK(fsdp_attach(b.model, &e));
+    const fsdp_extension e = watch_ops(&w, b.model);
     for (int k = 0; k < 9; k++) step(&b); /* more ops than a device keeps events */
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_OK(fsdp_model_counters(b.model, &after));
@@ -1357,19 +1141,16 @@ TEST(extension, reports_how_long_a_stream_waited) {
         bed b;
         bed_open(&b, &settings[lanes ? 3 : 4]);
         fsdp_extension e = FSDP_ZERO;
-        fsdp_buf *buf;
-        fsdp_op op;
+        fsdp_buf *buf = make_buf(&b, BLOCK);
         e.ran = use_ran;
         CHECK_OK(fsdp_attach(b.model, &e));
-        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
         waited_for_use = -1;
         if (lanes) b.s.world->boot.clock.now_ns = still_clock;
-        fsdp_op_init(&op, b.model, NULL, lanes ? FSDP_OP_CALL : FSDP_OP_ZERO, FSDP_LABEL_NONE,
-                     FSDP_STREAM_GATHER);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
+        fsdp_op op = op_of(&b, NULL, lanes ? FSDP_OP_CALL : FSDP_OP_ZERO, FSDP_STREAM_GATHER);
+        op.dst = buf, op.bytes = BLOCK, op.call = lanes ? until_asked : NULL;
         CHECK_OK(fsdp_emit(b.model, &op));
         while (lanes && !__atomic_load_n(&is_asked, __ATOMIC_SEQ_CST)) sched_yield();
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_WAIT, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op = op_of(&b, NULL, FSDP_OP_WAIT, FSDP_STREAM_COMPUTE);
         op.src = buf;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -1385,20 +1166,13 @@ TEST(extension, more_records_than_events, SLOW | AT_NIGHT(ASAN | TSAN)) {
     enum { NUM = 2 * FSDPI_TIMES_MAX + 3, BLOCK = 1 << 20 };
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    fsdp_buf *buf;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    const fsdp_extension e = watch_ops(&w, b.model);
+    fsdp_buf *buf = make_buf(&b, BLOCK);
     int64_t syncs = b.s.syncs, most = 0, each = sim_cost(BLOCK, b.s.copy_bytes_per_ns);
     for (int k = 0; k < NUM; k++) {
-        fsdp_op op;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
+        op.dst = buf, op.bytes = BLOCK;
         CHECK_OK(fsdp_emit(b.model, &op));
         int64_t waiting = k + 1 - w.told[FSDP_OP_ZERO];
         if (most < waiting) most = waiting;
@@ -1431,17 +1205,11 @@ static fsdp_status zero_much(const fsdp_op *of, void *stream) {
 TEST(extension, records_without_an_event) {
     bed b;
     watch w;
-    fsdp_op op;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &much_to_zero));
-    fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.what = "x", op.call = zero_much;
+    const fsdp_extension e = watch_ops(&w, b.model);
+    much_to_zero = make_buf(&b, 64);
+    fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, FSDP_STREAM_COMPUTE);
+    op.call = zero_much;
     CHECK_OK(fsdp_emit(b.model, &op));
     CHECK_EQ_INT(w.told[FSDP_OP_ZERO] + w.told[FSDP_OP_CALL], 0);
     CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -1458,15 +1226,9 @@ TEST(extension, old_base_of_times) {
     enum { BLOCK = 1 << 20 };
     bed b;
     watch w;
-    fsdp_buf *buf;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO;
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    const fsdp_extension e = watch_ops(&w, b.model);
+    fsdp_buf *buf = make_buf(&b, BLOCK);
     fsdpi_timeline *t = b.s.world->timeline;
     const int64_t base = t->base_ns;
     step(&b);
@@ -1479,11 +1241,10 @@ TEST(extension, old_base_of_times) {
     CHECK(t->base_ns >= base);
     CHECK(w.last[FSDP_STREAM_COMPUTE] >= base);
     for (int k = 0; k < 2; k++) { /* the first op's distance is from this base */
-        fsdp_op op;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
         const int64_t aged = t->base_ns - FSDPI_TIMES_BASE - 1;
         if (k > 0) t->base_ns = aged;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        op.dst = buf, op.bytes = BLOCK;
         CHECK_OK(fsdp_emit(b.model, &op));
         if (k > 0) CHECK_EQ_INT(t->base_ns, aged);
     }
@@ -1496,8 +1257,6 @@ TEST(extension, old_base_of_times) {
 
 TEST(extension, device_without_times) {
     bed b;
-    watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
     b.s.device.elapsed = NULL;
     fsdp_extension e = FSDP_ZERO;
@@ -1572,158 +1331,44 @@ TEST(extension, moved_is_notified_again) {
     }
 }
 
-/* States of optimizers and a scaler, saved and loaded as items. */
-typedef struct {
-    char name[64];
-    unsigned char data[2048];
-    size_t nbytes;
-} saved_item;
-
-static int save_all(fsdp_model *m, saved_item *out, int most) {
-    fsdp_state_item item = FSDP_ZERO;
-    int num = 0;
-    fsdp_status status;
-    while ((status = fsdp_next_state(m, &item)) == FSDP_OK && item.name) {
-        CHECK(num < most);
-        saved_item *to = &out[num++];
-        snprintf(to->name, sizeof to->name, "%s.%s.%d", item.extension, item.name, item.ordinal);
-        to->nbytes = (size_t)item.numel * fsdp_dtype_size(item.dtype);
-        CHECK(to->nbytes <= sizeof to->data);
-        fsdp_param_view v;
-        if (item.sharded) {
-            CHECK_OK(fsdp_param_at(m, item.ordinal, &v));
-            CHECK(item.numel == v.numel && item.ndim == v.ndim && item.shape[0] == v.shape[0]);
-        }
-        if (item.memory == FSDP_MEMORY_HOST) memcpy(to->data, item.data, to->nbytes);
-        else CHECK_OK(fsdp_transfer(m, to->data, item.data, (int64_t)to->nbytes));
-    }
-    CHECK_OK(status);
-    return num;
-}
-
-static void load_all(fsdp_model *m, const saved_item *from, int num) {
-    fsdp_state_item item = FSDP_ZERO;
-    int at = 0;
-    while (fsdp_next_state(m, &item) == FSDP_OK && item.name) {
-        char name[64];
-        CHECK(at < num);
-        snprintf(name, sizeof name, "%s.%s.%d", item.extension, item.name, item.ordinal);
-        CHECK_EQ_STR(name, from[at].name);
-        if (item.memory == FSDP_MEMORY_HOST) memcpy(item.data, from[at].data, from[at].nbytes);
-        else CHECK_OK(fsdp_transfer(m, item.data, from[at].data, (int64_t)from[at].nbytes));
-        at++;
-    }
-    CHECK_EQ_INT(at, num);
-    CHECK_OK(fsdp_state_loaded(m));
-}
-
-static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b->units[i]));
-        CHECK_OK(fsdp_post_forward(b->units[i]));
-    }
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_backward(b->units[i]));
-        float *g = (float *)sim_host(&b->s, fsdp_grad(b->units[i], 0));
-        for (int k = 0; k < 8; k++) g[k] = (float)(k + 1);
-        CHECK_OK(fsdp_post_backward(b->units[i]));
-    }
-    CHECK_OK(fsdp_finalize_backward(b->model));
-    CHECK_OK(fsdp_grad_scaler_unscale(scaler));
-    if (adamw) CHECK_OK(fsdp_adamw_step(adamw, 0.1));
-    if (sgd) CHECK_OK(fsdp_sgd_step(sgd, 0.1));
-    CHECK_OK(fsdp_grad_scaler_update(scaler));
-    CHECK_OK(fsdp_zero_grad(b->model));
-}
-
-static const struct {
-    const char *name;
-    int async, opaque, sgd;
-} keepers[] = {
-    {"adamw", 0, 0, 0}, {"sgd", 0, 0, 1}, {"adamw_device", 1, 1, 0}, {"sgd_device", 1, 1, 1}};
-
-TEST_P(extension, states_round_trip, keepers) {
-    static saved_item first[64], then[64], again[64];
-    setting set = {"states", 1, 0, 0, 0, FSDP_F32, 0, 0, 1};
-    set.async = row->async;
-    bed b;
-    memset(&b, 0, sizeof b);
-    fsdp_adamw *adamw = NULL;
-    fsdp_sgd *sgd = NULL;
+/* The states of an optimizer and of a scaler, as items. Checkpoints save and load them. */
+TEST(extension, state_items) {
+    fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
-    fsdp_grad_scaler_desc gd = FSDP_ZERO;
-    fsdp_sgd_desc sd = fsdp_sgd_defaults();
-    sd.momentum = 0.9;
-    gd.growth_interval = 5;
-    bed_open_as(&b, &set, row->opaque);
-    if (row->sgd) CHECK_OK(fsdp_sgd_create(b.model, &sd, &sgd));
-    else CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
-    CHECK_OK(fsdp_grad_scaler_create(b.model, &gd, &scaler));
-    for (int k = 0; k < 2; k++) states_step(&b, adamw, sgd, scaler);
-    int num = save_all(b.model, first, 64);
-    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trained parameters; 2 more are frozen */
-    CHECK_EQ_STR(first[0].name, row->sgd ? "sgd.momentum_buffer.0" : "adamw.exp_avg.0");
-    CHECK_EQ_STR(first[num - 1].name, "grad_scaler.state.-1");
-    for (int k = 0; k < 3; k++) states_step(&b, adamw, sgd, scaler);
-    CHECK_EQ_INT(save_all(b.model, then, 64), num);
-    int differ = 0;
-    for (int i = 0; i < num; i++)
-        differ += memcmp(first[i].data, then[i].data, first[i].nbytes) != 0;
-    CHECK(differ > 3 && memcmp(first[num - 1].data, then[num - 1].data, 40));
-    load_all(b.model, first, num);
-    CHECK_EQ_INT(save_all(b.model, again, 64), num);
-    for (int i = 0; i < num; i++) CHECK(!memcmp(first[i].data, again[i].data, first[i].nbytes));
-    fsdp_grad_scaler_state state;
-    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
-    CHECK_EQ_INT(state.growth_tracker, 2);
-    double wrong = -1; /* an invalid scale is refused, and no state is loaded */
-    memcpy(again[num - 1].data, &wrong, sizeof wrong);
-    fsdp_state_item item = FSDP_ZERO;
-    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
-        if (!strcmp(item.extension, "grad_scaler")) memcpy(item.data, again[num - 1].data, 40);
-    CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
-    CHECK_EQ_INT(state.growth_tracker, 2);
-    fsdp_param_view v = FSDP_ZERO; /* reserves states of frozen parameters, while updates may run */
+    fsdp_state_item item;
+    fsdp_param_view v = FSDP_ZERO;
+    int num;
+    bed b;
+    bed_open(&b, &settings[0]);
+    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
+    for (int all = 0; all < 2; all++) {
+        memset(&item, 0, sizeof item);
+        for (num = 0; fsdp_next_state(b.model, &item) == FSDP_OK && item.name; num++) {
+            const int is_scaler = !strcmp(item.extension, "grad_scaler");
+            CHECK_EQ_INT(item.ordinal == -1, is_scaler);
+            if (!item.sharded) continue;
+            CHECK_OK(fsdp_param_at(b.model, item.ordinal, &v));
+            CHECK(item.numel == v.numel && item.ndim == v.ndim);
+            CHECK_EQ_MEM(item.shape, v.shape, sizeof item.shape);
+        }
+        CHECK_EQ_INT(num, 3 * (all ? 10 : 8) + 1); /* two of ten parameters are frozen */
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(b.model, &v)) CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
+    }
     CHECK_STATUS(fsdp_state_reserve(NULL, 0), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_state_reserve(b.model, fsdp_num_params(b.model)), FSDP_ERR_INVALID_ARG);
-    states_step(&b, adamw, sgd, scaler);
-    CHECK_EQ_INT(save_all(b.model, again, 64), num);
-    while (fsdp_next_param(b.model, &v)) {
-        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
-        CHECK_OK(fsdp_state_reserve(b.model, v.ordinal));
-    }
-    CHECK_EQ_INT(save_all(b.model, then, 64), 10 * (row->sgd ? 2 : 3) + 1);
-    for (int i = 0, k; i < num; i++) { /* the other states are unchanged */
-        for (k = 0; strcmp(then[k].name, again[i].name) != 0; k++) CHECK(k < 40);
-        CHECK_EQ_MEM(then[k].data, again[i].data, again[i].nbytes);
-    }
+    const double wrong = -1; /* an invalid scale is refused */
+    memset(&item, 0, sizeof item);
+    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
+        if (item.ordinal == -1) memcpy(item.data, &wrong, sizeof wrong);
+    CHECK_STATUS(fsdp_state_loaded(b.model), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_transfer(b.model, NULL, NULL, 0));
+    CHECK_STATUS(fsdp_transfer(b.model, &num, &num, -1), FSDP_ERR_INVALID_ARG);
     bed_close(&b);
 }
 
 /* ---- ops of an extension --------------------------------------------------------------------- */
-
-TEST(extension, sees_updates_and_transfers) {
-    bed b;
-    fsdp_adamw *adamw;
-    fsdp_grad_scaler *scaler;
-    bed_open(&b, &settings[0]);
-    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
-    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
-    observe(&b, 0, 1);
-    states_step(&b, adamw, NULL, scaler);
-    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2); /* unscale, AdamW: all used parameters */
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(b.model, &c));
-    CHECK_EQ_INT(c.calls[FSDP_OP_UPDATE], b.calls[FSDP_OP_UPDATE]);
-    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: it does not run */
-    fsdp_optim_state s;
-    CHECK_OK(fsdp_adamw_state(adamw, 0, &s));
-    float m = ((float *)s.first)[0];
-    states_step(&b, adamw, NULL, scaler);
-    CHECK(memcmp(&m, s.first, sizeof m) == 0);
-    bed_close(&b);
-}
 
 TEST(extension, names) {
     bed b;
@@ -1867,20 +1512,18 @@ static fsdp_status is_second(const fsdp_op *op, void *stream) {
 }
 TEST(extension, comm_threads_wait_for_each_other) {
     bed b;
-    fsdp_op op;
-    fsdp_buf *buf;
     bed_open(&b, &settings[3]); /* two worker threads */
     CHECK_OK(fsdp_model_commit(b.model));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
+    fsdp_buf *buf = make_buf(&b, 64);
     for (int k = 0; k < 2; k++) {
         const int from = k ? FSDP_STREAM_REDUCE : FSDP_STREAM_GATHER;
         const int to = k ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE;
         flag_of_first = first_was_done = 0;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, from);
-        op.what = "first", op.dst = buf, op.call = takes_long;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, from);
+        op.dst = buf, op.call = takes_long;
         CHECK_OK(fsdp_emit(b.model, &op));
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
-        op.what = "second", op.src = buf, op.call = is_second;
+        op = op_of(&b, NULL, FSDP_OP_CALL, to);
+        op.src = buf, op.call = is_second;
         CHECK_OK(fsdp_emit(b.model, &op));
         CHECK_OK(fsdp_wait_stream(b.model, to));
         CHECK(first_was_done);
@@ -1903,9 +1546,8 @@ TEST(extension, more_ops_than_a_comm_thread_holds, SLOW) {
     bed_open(&b, &settings[3]);
     CHECK_OK(fsdp_model_commit(b.model));
     for (int k = 0; k < 3 * FSDPI_WORKER_OPS; k++) {
-        fsdp_op op;
-        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
-        op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
+        fsdp_op op = op_of(&b, NULL, FSDP_OP_CALL, FSDP_STREAM_REDUCE);
+        op.count = (uint64_t)k, op.call = looks_at_itself;
         CHECK_OK(fsdp_emit(b.model, &op));
     }
     CHECK_OK(fsdp_wait_stream(b.model, -1));
@@ -2130,8 +1772,7 @@ TEST_P(extension, dry_run_of_options, settings, RANKS(row->world)) {
     photograph(&b, &photo_before);
     dry_state r = dry_state_as(&b, &t);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_options, &r));
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_pre_forward(b.units[0])); /* the prefetch lists are restored */
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[1]) == FSDP_STORAGE_IN_FLIGHT);
     CHECK(row->world == 1 || fsdp_unit_storage(b.units[2]) == FSDP_STORAGE_IN_FLIGHT);
@@ -2173,15 +1814,13 @@ TEST(extension, dry_run_without_a_slot) {
                   strstr(fsdp_last_error(b.s.world),
                          "a slot of 0 bytes for gathered parameters, expected"));
         CHECK_OK(fsdp_world_status(b.s.world));
-        photograph(&b, &photo_after);
-        check_photos(&photo_before, &photo_after);
+        check_as_before(&b);
     }
     dry_state r = dry_state_as(&b, &t); /* no extension provides slots */
     e.buffer = NULL;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(r.runs, 0);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     step(&b);
     tape_close(&t);
     bed_close(&b);
@@ -2191,26 +1830,6 @@ TEST(extension, dry_run_without_a_slot) {
     t.refuse = 1;
     CHECK_STATUS(fsdpi_plan_dry_run(b.model, &e, dry_until_refused, &r), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_world_status(b.s.world));
-    tape_close(&t);
-    bed_close(&b);
-}
-
-/* No op runs and no pool provides a slot, also without an op callback. */
-TEST_P(extension, dry_run_without_op, settings, RANKS(row->world)) {
-    static tape t;
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    step(&b);
-    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
-    int64_t waits = b.s.waits;
-    photograph(&b, &photo_before);
-    e.op = NULL;
-    CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_step, &t));
-    CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
-    CHECK_EQ_INT(b.s.waits, waits);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
     tape_close(&t);
     bed_close(&b);
 }
@@ -2276,20 +1895,13 @@ TEST(extension, dry_run_after_ops) {
     static tape t;
     bed b;
     watch w;
-    memset(&w, 0, sizeof w);
     bed_open(&b, &settings[4]);
     step(&b);
-    w.model = b.model;
-    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
-    e.ran = watch_ran;
-    e.user = &w;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    const fsdp_extension et = tape_open(&t, &b);
+    (void)watch_ops(&w, b.model);
     fsdp_counters from = FSDP_ZERO, to = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &from));
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b.units[i]));
-        CHECK_OK(fsdp_post_forward(b.units[i]));
-    }
+    forwards(b.units);
     CHECK_OK(fsdp_model_counters(b.model, &to));
     uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
     CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
@@ -2347,8 +1959,7 @@ TEST(extension, dry_run_status) {
     r.runs = 0;
     CHECK_OK(fsdpi_plan_dry_run(b.model, &e, dry_within, &r));
     CHECK_EQ_INT(r.runs, NUM_UNITS);
-    photograph(&b, &photo_after);
-    check_photos(&photo_before, &photo_after);
+    check_as_before(&b);
     CHECK_OK(fsdp_wait(b.units[2]));
     CHECK_OK(fsdp_reshard(b.units[2]));
     CHECK_OK(fsdp_model_reset(b.model));
@@ -2364,16 +1975,10 @@ static fsdp_status dry_reshard(void *user) {
 TEST(extension, dry_run_of_supplied_slots) {
     static tape t;
     bed b;
-    landlord l;
-    memset(&l, 0, sizeof l);
     bed_open(&b, &settings[5]);
-    l.model = b.model;
-    l.pool = FSDP_POOL_GATHER;
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.part));
-    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
-    e.buffer = landlord_buffer;
-    e.user = &l;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    landlord l = landlord_of(b.model, FSDP_POOL_GATHER);
+    l.part = make_buf(&b, 65536);
+    const fsdp_extension et = tape_open(&t, &b), e = landlord_attach(&l, b.model);
     CHECK_OK(fsdp_unshard(b.units[1]));
     CHECK(l.part->held);
     CHECK_OK(fsdpi_plan_dry_run(b.model, &et, dry_reshard, b.units[1]));
@@ -2753,49 +2358,12 @@ TEST_P(extension, calls_of_extensions, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* An op says whether a user's function runs it. */
-TEST_P(extension, custom_op_is_notified, settings, RANKS(row->world)) {
-    static tape t;
-    static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
-    bed b;
-    bed_open(&b, row);
-    fsdp_extension e = tape_open(&t, &b);
-    e.buffer = NULL;
-    CHECK_OK(fsdp_attach(b.model, &e));
-    for (int which = -1; which < 2; which++) {
-        int customs = 0, others = 0;
-        CHECK_OK(fsdp_set_custom_all_gather(b.units[1], which == 0 ? no_comm : NULL, NULL));
-        CHECK_OK(fsdp_set_custom_reduce_scatter(b.units[1], which == 1 ? no_comm : NULL, NULL));
-        tape_step(&t);
-        CHECK_OK(fsdp_finalize_backward(b.model));
-        t.record = 1;            /* the unit's comm runs it, but it is not part of a step */
-        static double full[256]; /* large enough for each dtype */
-        CHECK_OK(fsdp_param_full(b.units[1], 2, full));
-        t.record = 0;
-        for (int i = 0; i < t.num_ops; i++) {
-            const fsdp_op *op = &t.ops[i];
-            int custom = which >= 0 && op->kind == kinds[which] && op->unit == b.units[1] &&
-                         (op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_REDUCE);
-            CHECK_EQ_INT(op->custom, custom);
-            customs += custom;
-            others += op->comm && !custom;
-        }
-        CHECK_EQ_INT(customs, row->world == 1 || which < 0 ? 0 : which == 0 ? 2 : 1);
-        CHECK(row->world == 1 || others > 0);
-    }
-    CHECK_OK(fsdp_detach(b.model, &e));
-    tape_close(&t);
-    bed_close(&b);
-}
-
 /* Inline, an extension that only answers calls adds no cost to ops: they set no event. */
 TEST(extension, who_listens_to_records) {
     for (int who = 0; who < 5; who++) {
         char diary[64] = "";
         guest g;
         bed b;
-        fsdp_buf *buf;
-        fsdp_op op;
         bed_open(&b, &settings[2]);
         fsdp_extension all = guest_as(&g, "g", diary), e = FSDP_ZERO;
         e.user = &g;
@@ -2804,8 +2372,8 @@ TEST(extension, who_listens_to_records) {
         if (who == 3) e.op = all.op;
         if (who == 4) e.ran = guest_ran;
         CHECK_OK(fsdp_attach(b.model, &e));
-        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
-        fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        fsdp_buf *buf = make_buf(&b, 256);
+        fsdp_op op = op_of(&b, b.units[0], FSDP_OP_ZERO, FSDP_STREAM_COMPUTE);
         op.dst = buf, op.bytes = 256;
         uint64_t works = b.s.works;
         CHECK_OK(fsdp_emit(b.model, &op));

@@ -625,8 +625,8 @@ static void reset_rank(int rank, int world, void *arg) {
     CALL(NULL, fsdp_init(&d, &w));
     for (int cut = -1; cut < RESET_CALLS; cut++) {
         life *x = (life *)lab_zeros(1, sizeof *x);
-        snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d, reset after call %d", world, s->lanes,
-                 s->mixed, cut);
+        snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d, reset after call %d", world,
+                 s->lanes, s->mixed, cut);
         reset_build(x, w, s->mixed);
         for (int at = 0; at <= cut; at++) CALL(w, reset_call(x, at));
         if (cut >= 0 && cut % 4 == 1) /* a wrong call is forgotten, too */
@@ -760,9 +760,10 @@ static void with_env(const char *name, const char *value, fsdp_status expected, 
 }
 
 TEST(faults, environment) {
-    static const char *const names[] = {"RANK",        "WORLD_SIZE",     "LOCAL_RANK",
-                                        "MASTER_PORT", "FSDP_JOB_ID",    "FSDP_TIMEOUT_MS",
-                                        "FSDP_COMM_THREADS",  "FSDP_LOG_LEVEL", "FSDP_BACKEND"};
+    static const char *const names[] = {
+        "RANK",        "WORLD_SIZE",      "LOCAL_RANK",        "MASTER_PORT",
+        "FSDP_JOB_ID", "FSDP_TIMEOUT_MS", "FSDP_COMM_THREADS", "FSDP_LOG_LEVEL",
+        "FSDP_BACKEND"};
     for (int i = 0; i < 9; i++) unsetenv(names[i]);
     with_env("RANK", "0", FSDP_ERR_INVALID_ARG, "WORLD_SIZE is not");
     with_env("WORLD_SIZE", "2", FSDP_ERR_INVALID_ARG, "RANK is not");
@@ -801,20 +802,25 @@ static const struct {
     const char *name;
     int spread, lanes;
     const char *variable, *expected; /* variable: a value, or NAME=VALUE */
-} runs[] = {
-    {"default", 0, 0, NULL, "inline, by default"},
-    {"asked", 0, 1, NULL, "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"variable", 0, 0, "2", "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"old_name", 0, 0, "FSDP_LANES=2",
-     "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"old_name_inline", 1, 0, "FSDP_LANES=0", "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"spread", 1, 0, NULL, "in two worker threads, as this test has it"},
-    {"spread_empty", 1, 0, "", "in two worker threads, as this test has it"},
-    {"spread_inline", 1, -1, NULL, "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"spread_variable", 1, 0, "0", "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"spread_one", 1, 0, "1", "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
-    {"spread_desc_first", 1, 1, "0",
-     "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"}};
+} runs[] = {{"default", 0, 0, NULL, "inline, by default"},
+            {"asked", 0, 1, NULL,
+             "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"variable", 0, 0, "2",
+             "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"old_name", 0, 0, "FSDP_LANES=2",
+             "in two worker threads, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"old_name_inline", 1, 0, "FSDP_LANES=0",
+             "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"spread", 1, 0, NULL, "in two worker threads, as this test has it"},
+            {"spread_empty", 1, 0, "", "in two worker threads, as this test has it"},
+            {"spread_inline", 1, -1, NULL,
+             "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"spread_variable", 1, 0, "0",
+             "inline, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"spread_one", 1, 0, "1",
+             "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"},
+            {"spread_desc_first", 1, 1, "0",
+             "in a worker thread, as fsdp_world_desc.comm_threads or FSDP_COMM_THREADS says"}};
 static void how_it_runs(int rank, int world, void *arg) {
     const size_t k = (size_t)(uintptr_t)arg;
     fsdp_world_desc d = w_desc(rank, world, NULL, w_job(runs[k].name), 0);
@@ -1122,6 +1128,10 @@ TEST(faults, null_and_range) {
     CHECK(fsdp_mesh_ndim(NULL) == -1 && fsdp_mesh_size(NULL, 0) == -1 &&
           fsdp_mesh_rank(NULL, 0) == -1);
     CHECK(fsdp_next_param(NULL, &v) == 0);
+    char text[5] = "xxxx";
+    CHECK(fsdp_model_describe(NULL, text, sizeof text) == 0 && !*text);
+    CHECK_EQ_INT(fsdp_model_describe(NULL, text + 1, 0), 0);
+    CHECK_EQ_INT(text[1], 'x');
     CHECK_STATUS(fsdp_shutdown(NULL), FSDP_OK);
     fsdp_model_destroy(NULL);
     fsdp_abort(NULL, "nobody");
@@ -1137,6 +1147,7 @@ TEST(faults, null_and_range) {
     REFUSED(w, fsdp_param_view_get(u, -1, &v), "'only'");
     REFUSED(w, fsdp_param_load(u, 1, &x), "parameter 1");
     REFUSED(w, fsdp_param_load(u, 0, NULL), "full is NULL");
+    CALL(w, fsdp_param_full(u, 0, NULL)); /* takes part, and keeps nothing */
     REFUSED(w, fsdp_param_full(u, 1, &x), "'only'");
     REFUSED(w, fsdp_param_full_grad(u, INT32_MIN, &x), "'only'");
     REFUSED(w, fsdp_model_flat(m, 0, &flat), "dtype is 0");

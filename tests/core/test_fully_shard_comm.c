@@ -10,11 +10,9 @@
 #define TAGS TSAN | GLOO | NCCL
 #include "harness.h"
 #include "lab_net.h"
-#include "sim.h"
+#include "rig.h"
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
-
-enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
 
 typedef void (*rank_body)(fsdp_world *world, const void *arg);
 
@@ -371,89 +369,19 @@ TEST(fully_shard_comm, ChunkCatMixedDtype_numerics) {
 
 /* ---- events ---------------------------------------------------------------------------------- */
 
-enum { MAX_UNITS = 12, TRACE = 2048 };
-
-typedef struct {
-    sim s;
-    fsdp_model *model;
-    fsdp_unit *units[MAX_UNITS];
-    int count, show_reshard;
-    uint8_t storage[MAX_UNITS]; /* as last seen */
-    char trace[TRACE];
-    int used;
-} rig;
-
-static void say(rig *r, const char *what, const char *unit, const char *state) {
-    r->used += snprintf(r->trace + r->used, (size_t)(TRACE - r->used), "%s%s%s%s",
-                        r->used ? " " : "", what, unit, state);
-    CHECK(r->used < TRACE);
-}
-
-static void look(rig *r) {
-    for (int i = 0; i < r->count; i++) {
-        uint8_t now = (uint8_t)fsdp_unit_storage(r->units[i]), was = r->storage[i];
-        int sharded = now == FSDP_STORAGE_SHARDED || now == FSDP_STORAGE_SHARDED_POST_FORWARD;
-        if (r->show_reshard && sharded && was != now &&
-            (was == FSDP_STORAGE_UNSHARDED || was == FSDP_STORAGE_IN_FLIGHT))
-            say(r, "R", fsdp_unit_name(r->units[i]), "");
-        r->storage[i] = now;
-    }
-}
-
-/* U: an all-gather, with the training state it is issued for when that is not the usual one of its
-   phase; P: a reduction. */
-static void observe(void *user, const fsdp_op *op) {
-    static const char *const states[] = {":I", ":F", ":B", ":P"}; /* PRE_BACKWARD: upstream's B */
-    rig *r = (rig *)user;
-    look(r);
-    if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
-        say(r, "U", op->what, states[op->state]);
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) say(r, "P", op->what, "");
-}
-
-/* names: one letter per unit, the first is the root. inline_device: upstream's sequence by the
-   policy; else streams give it. */
+/* names: one letter for each unit, the first is the root. inline_device: upstream's sequence by the
+   policy; otherwise streams give it. */
 static void rig_open_on(rig *r, int replicas, const char *names, int root, int inner,
                         int inline_device) {
-    fsdp_model_desc md = FSDP_ZERO;
-    memset(r, 0, sizeof *r);
-    sim_init(&r->s, 4 * replicas, 1);
-    r->s.async = !inline_device;
-    r->s.checks = 1;
-    CHECK(sim_open(&r->s));
-    if (replicas > 1) md.mesh = lab_hsdp(r->s.world, replicas, 4);
-    md.implicit_prefetch = inline_device ? FSDP_PREFETCH_ALWAYS : FSDP_PREFETCH_DEFAULT;
-    CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
-    for (; names[r->count]; r->count++) {
-        fsdp_param_desc p[2] = {fsdp_mat("w", 8, 5), fsdp_vec("b", 5)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        char name[2] = {names[r->count], 0};
-        ud.name = name;
-        ud.params = p;
-        ud.num_params = 2;
-        ud.reshard_after_forward = r->count ? inner : root;
-        CHECK_OK(fsdp_fully_shard(r->model, &ud, &r->units[r->count]));
-    }
-    r->s.on_op = observe;
-    r->s.on_op_user = r;
-    CHECK_OK(sim_watch(&r->s, r->model));
+    config c = FSDP_ZERO;
+    c.world = 4 * replicas, c.replicas = replicas, c.async = !inline_device;
+    c.names = names, c.root = root, c.inner = inner;
+    c.prefetch = inline_device ? FSDP_PREFETCH_ALWAYS : FSDP_PREFETCH_DEFAULT;
+    rig_open(r, &c);
 }
 
-static void rig_open(rig *r, const char *names, int root, int inner, int inline_device) {
+static void open_units(rig *r, const char *names, int root, int inner, int inline_device) {
     rig_open_on(r, 1, names, root, inner, inline_device);
-}
-
-static void rig_close(rig *r) {
-    int64_t left = sim_close(&r->s);
-    CHECK_MSG(r->s.races == 0, "%d races, first: %s", r->s.races, r->s.race);
-    CHECK_EQ_INT(left, 0);
-}
-
-static fsdp_unit *named(rig *r, char name) {
-    for (int i = 0; i < r->count; i++)
-        if (fsdp_unit_name(r->units[i])[0] == name) return r->units[i];
-    CHECK_MSG(0, "no unit %c", name);
-    return NULL;
 }
 
 static void prefetches(rig *r, char unit, int backward, const char *targets) {
@@ -464,60 +392,18 @@ static void prefetches(rig *r, char unit, int backward, const char *targets) {
                       : fsdp_set_modules_to_forward_prefetch(named(r, unit), list, n));
 }
 
-/* (x )x pre_ and post_forward of unit x    [x ]x pre_ and post_backward    sx reshard   ux unshard
-   .   finalize      l+ l- is_last_backward        spaces mean nothing. The trace begins anew. */
-static void play(rig *r, const char *script) {
+static void plays(rig *r, const char *script, const char *expected) {
     r->used = 0;
     r->trace[0] = 0;
-    for (const char *at = script; *at; at++) {
-        char call = *at;
-        if (call == ' ') continue;
-        if (call == '.') {
-            CHECK_OK(fsdp_finalize_backward(r->model));
-            look(r);
-            continue;
-        }
-        char what = *++at;
-        fsdp_unit *u = call == 'l' ? NULL : named(r, what);
-        switch (call) {
-        case '(': CHECK_OK(fsdp_pre_forward(u)); break;
-        case ')': CHECK_OK(fsdp_post_forward(u)); break;
-        case '[':
-            CHECK_OK(fsdp_pre_backward(u));
-            for (int i = 0; i < 2; i++) CHECK(fsdp_grad(u, i));
-            break;
-        case ']':
-            CHECK(fsdp_data(u, 0)); /* also after a recompute */
-            CHECK_OK(fsdp_post_backward(u));
-            break;
-        case 's': CHECK_OK(fsdp_reshard(u)); break;
-        case 'u': CHECK_OK(fsdp_unshard(u)); break;
-        case 'l': CHECK_OK(fsdp_set_is_last_backward(r->model, what == '+')); break;
-        default: CHECK_MSG(0, "no such call: %c", call);
-        }
-        look(r);
-    }
-}
-
-static void plays(rig *r, const char *script, const char *expected) {
     play(r, script);
     CHECK_EQ_STR(r->trace, expected);
 }
 
-#define FWD   "(r (0 )0 (1 )1 (2 )2 )r"
-#define BWD   "[r [2 ]2 [1 ]1 [0 ]0 ]r ."
 #define BWDH  "[2 ]2 [1 ]1 [0 ]0 "
 #define AGAIN "[2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 " /* each layer recomputed in its backward */
-#define UF    "Ur:F U0:F U1:F U2:F"
 #define UB    "U2:B U1:B P2 U0:B P1 P0 Pr"
 
 /* ---- counts ---------------------------------------------------------------------------------- */
-
-static uint64_t ops_of(rig *r, int kind) {
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(r->model, &c));
-    return c.calls[kind];
-}
 
 /* Collectives that are neither gathers nor reduce-scatters. */
 static uint64_t other_ops(rig *r) {
@@ -556,8 +442,8 @@ enum { NONE, TRUE_, TWO, FALSE_, RESHARDS };
 TEST_P(fully_shard_comm, communication_count, reshards) {
     for (int inline_device = 0; inline_device < 2; inline_device++) {
         rig r;
-        rig_open(&r, "r012", row->root, row->inner, inline_device);
-        for (int step = 0; step < 2; step++) counts(&r, FWD, 4, BWD, row->again, 4);
+        open_units(&r, "r012", row->root, row->inner, inline_device);
+        for (int step = 0; step < 2; step++) counts(&r, FWD, 4, BWD ".", row->again, 4);
         rig_close(&r);
     }
 }
@@ -565,8 +451,8 @@ TEST_P(fully_shard_comm, communication_count, reshards) {
 /* PyTorch: test_fully_shard_comm.py test_manual_reshard_with_reshard_after_forward_false. Done. */
 TEST(fully_shard_comm, manual_reshard_with_reshard_after_forward_false) {
     rig r;
-    rig_open(&r, "r012", NEVER, NEVER, 0);
-    for (int step = 0; step < 2; step++) counts(&r, FWD "sr s0 s1 s2", 4, BWD, 4, 4);
+    open_units(&r, "r012", NEVER, NEVER, 0);
+    for (int step = 0; step < 2; step++) counts(&r, FWD "sr s0 s1 s2", 4, BWD ".", 4, 4);
     rig_close(&r);
 }
 
@@ -581,10 +467,10 @@ TEST(fully_shard_comm, set_reshard_after_forward) {
                 {ALWAYS, NEVER, 0, 3}};
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
         rig r;
-        rig_open(&r, "r012", rows[n].made, rows[n].made, 0);
+        open_units(&r, "r012", rows[n].made, rows[n].made, 0);
         CHECK_OK(fsdp_set_reshard_after_forward(r.model, rows[n].recurse ? NULL : r.units[0],
                                                 rows[n].set));
-        for (int step = 0; step < 2; step++) counts(&r, FWD, 4, BWD, rows[n].again, 4);
+        for (int step = 0; step < 2; step++) counts(&r, FWD, 4, BWD ".", rows[n].again, 4);
         rig_close(&r);
     }
 }
@@ -608,7 +494,7 @@ static const struct {
 };
 /* What is kept between microbatches: gathered parameters, full gradients, sums of the shard group. */
 static void check_kept(const rig *r, int mode, int replicas) {
-    for (int u = 0; u < r->count; u++) {
+    for (int u = 0; u < r->num_units; u++) {
         fsdp_memory m = FSDP_ZERO;
         CHECK_OK(fsdp_unit_memory(r->units[u], &m));
         CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GATHER], mode == LAST_SYNC_KEEP);
@@ -631,7 +517,7 @@ TEST_P(fully_shard_comm, accumulation_count, accumulations) {
                     CHECK_OK(fsdp_set_reshard_after_backward(r.model, NULL, last));
                 if (row->mode == LAST_ALL_REDUCE)
                     CHECK_OK(fsdp_set_requires_all_reduce(r.model, NULL, last));
-                play(&r, FWD BWD);
+                play(&r, FWD BWD ".");
                 check_kept(&r, last ? EACH : row->mode, replicas);
             }
             CHECK_EQ_INT(ops_of(&r, FSDP_OP_ALL_GATHER), step * row->gathers);
@@ -659,13 +545,13 @@ TEST(fully_shard_comm, backward_prefetch) {
         for (int inline_device = 0; inline_device < 2; inline_device++) {
             rig r;
             char half[256];
-            rig_open(&r, "r012", reshards[mode].root, reshards[mode].inner, inline_device);
+            open_units(&r, "r012", reshards[mode].root, reshards[mode].inner, inline_device);
             snprintf(w_case, sizeof w_case, "reshard %s", reshards[mode].name);
             snprintf(half, sizeof half, "%.*s", (int)strlen(expected[mode].back) - 3,
                      expected[mode].back); /* without Pr */
             for (int step = 0; step < 3; step++) {
                 plays(&r, FWD, UF);
-                plays(&r, BWD, expected[mode].back);
+                plays(&r, BWD ".", expected[mode].back);
                 plays(&r, FWD, UF);
                 plays(&r, "[r " AGAIN "]r .", expected[mode].back);
             }
@@ -687,7 +573,8 @@ TEST(fully_shard_comm, backward_prefetch) {
 TEST(fully_shard_comm, backward_prefetch_unused_in_backward) {
     for (int inline_device = 0; inline_device < 2; inline_device++) {
         rig r;
-        rig_open(&r, "0ab", ALWAYS, ALWAYS, inline_device); /* upstream's root has no parameters */
+        open_units(&r, "0ab", ALWAYS, ALWAYS,
+                   inline_device); /* upstream's root has no parameters */
         for (int step = 0; step < 2; step++) {
             plays(&r, "(0 )0 (a )a (b )b", "U0:F Ua:F Ub:F");
             plays(&r, "l- [b ]b [0 ]0 .", "Ub:B Ua:B Pb U0:B P0");
@@ -733,15 +620,13 @@ TEST(fully_shard_comm, backward_prefetch_unused_in_backward_grads) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, two_backwards, NULL);
 }
 
-#define FWD4   "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
-#define BWD4   "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r ."
 #define AGAIN4 "[r [3 (3 )3 ]3 [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r ."
 
 static void test_lists(int backward, const char *const expected[3][2]) {
     for (int depth = 0; depth < 3; depth++)
         for (int inline_device = 0; inline_device < 2; inline_device++) {
             rig r;
-            rig_open(&r, "r0123", ALWAYS, ALWAYS, inline_device);
+            open_units(&r, "r0123", ALWAYS, ALWAYS, inline_device);
             r.show_reshard = 1;
             for (int l = 0; l < 4 && depth; l++) {
                 char list[4] = "";
@@ -753,7 +638,7 @@ static void test_lists(int backward, const char *const expected[3][2]) {
             }
             for (int step = 0; step < 2; step++) {
                 plays(&r, FWD4, expected[depth][0]);
-                plays(&r, step ? AGAIN4 : BWD4, expected[depth][1]);
+                plays(&r, step ? AGAIN4 : BWD4 ".", expected[depth][1]);
             }
             rig_close(&r);
         }
@@ -789,7 +674,7 @@ TEST(fully_shard_comm, backward_prefetch_inside_ac) {
                                    "[0 (0 (a )a )0 [a ]a ]0 [t ]t .";
     for (int lists = 0; lists < 2; lists++) {
         rig r;
-        rig_open(&r, "t0a1b2cn", ALWAYS, ALWAYS, 0);
+        open_units(&r, "t0a1b2cn", ALWAYS, ALWAYS, 0);
         r.show_reshard = 1;
         if (lists) prefetches(&r, 'n', 1, "2"), prefetches(&r, '2', 1, "1b");
         if (lists) prefetches(&r, '1', 1, "0a"), prefetches(&r, '0', 1, "t");
@@ -811,7 +696,7 @@ TEST(fully_shard_comm, backward_prefetch_inside_ac) {
    PyTorch's sequences of events; its test states those of backward and does not compare them. */
 TEST(fully_shard_comm, multi_module_backward_prefetch) {
     rig r;
-    rig_open(&r, "t012n", ALWAYS, ALWAYS, 0);
+    open_units(&r, "t012n", ALWAYS, ALWAYS, 0);
     CHECK_OK(fsdp_set_reshard_after_forward(r.model, named(&r, 'n'), NEVER));
     for (int step = 0; step < 3; step++) {
         plays(&r, "(t (t )t (0 )0 (1 (1 )1 (2 (2 )2 (n (n )n", "Ut:F U0:F U1:F U2:F Un:F");
@@ -829,7 +714,7 @@ TEST(fully_shard_comm, multi_module_backward_prefetch) {
    unit whose layer did not run; PyTorch does so at the end of forward. */
 TEST(fully_shard_comm, multi_module_unused_module) {
     rig r;
-    rig_open(&r, "r01", NEVER, ALWAYS, 0);
+    open_units(&r, "r01", NEVER, ALWAYS, 0);
     for (int step = 0; step < 3; step++) {
         plays(&r, "(r (0 )0 (1 )1 )r", "Ur:F U0:F U1:F");
         plays(&r, "[r [1 ]1 [0 ]r .", "U1:B U0:B P1 Pr P0");
@@ -1280,8 +1165,9 @@ TEST(fully_shard_comm, symm_mem) { test_memory("mixed"); } /* symmetric: the sam
 /* Comm functions of the user's own, one unit's, for one step; order and memory do not matter. */
 static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                             const fsdp_coll *coll) {
-    int *calls = (int *)user;
-    calls[coll->kind == FSDP_OP_REDUCE_SCATTER]++;
+    const int is_reduction = coll->kind == FSDP_OP_REDUCE_SCATTER;
+    CHECK_EQ_INT(coll->label, is_reduction ? FSDP_LABEL_REDUCE : FSDP_LABEL_GATHER);
+    (*(int *)user)++;
     return ops->run(comm, coll);
 }
 static void own_comms(fsdp_world *world, const void *arg) {
@@ -1290,8 +1176,8 @@ static void own_comms(fsdp_world *world, const void *arg) {
     net_build(&n, world, NULL);
     for (int k = 0; k < 2; k++)
         if (first == (k == 0))
-            CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], own_comm, calls));
-        else CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], own_comm, calls));
+            CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], own_comm, &calls[0]));
+        else CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], own_comm, &calls[1]));
     net_step(&n);
     CHECK_EQ_INT(calls[0], 2);
     CHECK_EQ_INT(calls[1], 1);

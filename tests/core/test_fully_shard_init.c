@@ -18,6 +18,12 @@
 static void on_ranks(int size, void (*body)(fsdp_world *world, const void *arg), const void *arg) {
     lab_on_worlds(size, NULL, body, arg);
 }
+static void call_body(fsdp_world *world, const void *body) {
+    (*(void (*const *)(fsdp_world * world)) body)(world);
+}
+static void on_worlds(int size, void (*body)(fsdp_world *world)) {
+    on_ranks(size, call_body, &body);
+}
 
 /* Dims of size 0 at the end are left out; names NULL: unnamed. */
 static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
@@ -35,6 +41,7 @@ static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
    hash gives, and everything is exact in f32: parameters are compared in every forward and every
    backward, gradients and shards after it. */
 enum { MAX_UNITS = 8 };
+typedef struct tp_part tp_part;
 typedef struct {
     fsdp_world *world;
     fsdp_model *model;
@@ -44,7 +51,32 @@ typedef struct {
     fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
     int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
     fsdp_adamw *adam;   /* updates in place of descent: one step, its first */
+    const tp_part
+        *tp; /* what tensor parallelism leaves of the parameters of its only unit; or NULL */
 } toy;
+
+/* With tensor parallelism the unit of a rank describes its own part of each parameter, and its mesh is
+   the data-parallel part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts
+   it: split over tp first, then over dp. */
+typedef struct {
+    const char *name;
+    int rows, cols;        /* of the whole; cols 0: a vector */
+    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
+} tp_param;
+struct tp_part {
+    const tp_param *params;
+    int count, rank, size;
+    fsdp_range cut[8]; /* along tp_dim */
+};
+
+/* Element k of the tp part of parameter i, in the whole parameter. */
+static int64_t tp_element(const tp_part *m, int i, int64_t k) {
+    const tp_param *p = &m->params[i];
+    int64_t cols = p->cols ? p->cols : 1;
+    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
+    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
+    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
+}
 
 static int toy_hash(int a, int b, int c, int64_t e) {
     uint64_t state = (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)c * 101 +
@@ -54,6 +86,10 @@ static int toy_hash(int a, int b, int c, int64_t e) {
 static double toy_start(int u, int i, int64_t e) { return toy_hash(u, i, 1, e) % 64 / 4.0 - 8; }
 static double toy_slope(int rank, int step, int u, int i, int64_t e) {
     return toy_hash(u + 16 * step, i, 2 + rank, e) % 17 - 8;
+}
+/* Element e of the unit's parameter i, in the whole parameter. */
+static int64_t whole_of(const toy *t, int i, int64_t e) {
+    return t->tp ? tp_element(t->tp, i, e) : e;
 }
 static double toy_mean(const toy *t, int step, int u, int i, int64_t e) {
     double sum = 0;
@@ -73,12 +109,14 @@ static double as_stored(const fsdp_param_view *v, double value) {
     return lab_round(v->dtype, value);
 }
 
+/* user: a tp_part, or NULL */
 static void toy_fill(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        lab_put(
-            block->data, block->dtype, k,
-            as_stored(block, toy_start(unit_of(block), block->index, fsdp_view_index(block, k))));
+    for (int64_t k = 0; k < block->numel; k++) {
+        int64_t e = fsdp_view_index(block, k);
+        if (user) e = tp_element((const tp_part *)user, block->index, e);
+        lab_put(block->data, block->dtype, k,
+                as_stored(block, toy_start(unit_of(block), block->index, e)));
+    }
 }
 
 static void toy_begin(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place) {
@@ -116,8 +154,9 @@ static void toy_look(const toy *t, int u) {
         const void *data = fsdp_data(t->unit[u], i);
         W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++) {
+            const int64_t w = whole_of(t, i, e);
             double truth = as_stored(&v,
-                                     v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
+                                     v.requires_grad ? toy_truth(t, u, i, w) : toy_start(u, i, w));
             if (t->quantised && v.ndim == 2) truth = lab_round(FSDP_BF16, truth);
             if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
             W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
@@ -135,7 +174,8 @@ static void toy_slopes(const toy *t, int u) {
         W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
             lab_put(grad, dtype, e,
-                    lab_get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
+                    lab_get(grad, dtype, e) +
+                        toy_slope(t->place, t->step, u, i, whole_of(t, i, e)));
     }
 }
 
@@ -152,7 +192,7 @@ static void toy_shards(const toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(t->model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
-            int64_t e = fsdp_view_index(&v, k);
+            int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
             double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
                                                          : toy_start(unit_of(&v), v.index, e));
             W_CHECK(lab_get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
@@ -186,7 +226,8 @@ static void toy_step(toy *t) {
     while (fsdp_next_param(t->model, &v)) {
         W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
+            const int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
+            double mean = toy_mean(t, t->step, unit_of(&v), v.index, e);
             double grad = lab_get(v.shard_grad, v.grad_dtype, k);
             W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
                     v.name, grad, mean);
@@ -198,7 +239,7 @@ static void toy_step(toy *t) {
         memset(&v, 0, sizeof v);
         while (fsdp_next_param(t->model, &v))
             for (int64_t k = 0; k < v.numel; k++) {
-                int64_t e = fsdp_view_index(&v, k);
+                int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
                 check_adam(lab_get(v.shard, v.dtype, k), toy_truth(t, unit_of(&v), v.index, e),
                            toy_mean(t, t->step, unit_of(&v), v.index, e));
             }
@@ -208,6 +249,17 @@ static void toy_step(toy *t) {
     CALL(t->world, fsdp_zero_grad(t->model));
     t->step++;
     toy_shards(t);
+}
+
+/* A model of one unit, filled. */
+static void toy_fill_unit(toy *t, const fsdp_param_desc *params, int count) {
+    toy_unit(t, NULL, params, count);
+    CALL(t->world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+static void toy_make(toy *t, fsdp_world *world, int ranks, const fsdp_param_desc *params,
+                     int count) {
+    toy_begin(t, world, NULL, ranks, fsdp_rank(world));
+    toy_fill_unit(t, params, count);
 }
 
 /* in_proj (mult*dim, dim), out_proj (dim, mult*dim), each with a bias. */
@@ -293,9 +345,7 @@ TEST(fully_shard_init, move_states_ignored) {
     for (int e = 0; e < 16; e++) ignored[e] = before[e] = (float)e / 4;
     sim_init(&s, 1, 0);
     CHECK(sim_open(&s));
-    toy_begin(&t, s.world, NULL, 1, 0);
-    toy_unit(&t, NULL, p, mlp(p, 4, 4));
-    CHECK_OK(fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, s.world, 1, p, mlp(p, 4, 4));
     toy_step(&t);
     CHECK_EQ_INT(fsdp_num_params(t.model), 4);
     CHECK(!sim_find(&s, ignored));
@@ -323,8 +373,7 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     ud.num_params = 1;
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
                three ? "mesh_info" : "name");
-    toy_unit(&t, NULL, p, 1);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 1);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_mesh_ndim. Done: a mesh (4, 1, 1) without a mesh
@@ -439,7 +488,8 @@ TEST(fully_shard_init, managed_modules_nested_and_replicate) {
 }
 /* PyTorch: test_fully_shard_init.py test_managed_modules_duplicate. Not applicable: no modules are
    walked. */
-TEST(fully_shard_init, managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
+TEST(fully_shard_init,
+     managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
     test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
 }
 /* PyTorch: test_fully_shard_init.py test_managed_modules_list_of_mlps. Not applicable: no modules
@@ -499,9 +549,8 @@ static void check_chunks(const toy *t) {
 }
 
 /* Three MLPs of 3 and 9 in one unit; then two of them share their first linear. */
-static void shard_tensor(fsdp_world *world, const void *arg) {
+static void shard_tensor(fsdp_world *world) {
     const int rank = fsdp_rank(world);
-    (void)arg;
     for (int shared = 0; shared < 2; shared++) {
         fsdp_param_desc p[12];
         int count = 0;
@@ -513,9 +562,7 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
             memmove(p + count - 2, p + count, 2 * sizeof *p);
         }
         for (int i = 0; i < count; i++) p[i].name = NULL;
-        toy_begin(&t, world, NULL, 2, rank);
-        toy_unit(&t, NULL, p, count);
-        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        toy_make(&t, world, 2, p, count);
         CHECK_EQ_INT(params_of(&t, 0), shared ? 10 : 12);
         for (int step = 0; step < 2; step++) {
             for (int i = 0; i < count; i++) {
@@ -544,10 +591,9 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_shard_tensor_parameters. Done: shapes and contents are
    those of PyTorch's chunk, also with a shared linear, before and after two steps. A parameter has no
    strides, and no mesh of its own. */
-TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
+TEST(fully_shard_init, shard_tensor_parameters) { on_worlds(2, shard_tensor); }
 
-static void raise_scalar(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void raise_scalar(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_vec("weight", 4), FSDP_ZERO};
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
@@ -561,16 +607,14 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "ndim is 0 and shape[0] is 3: set ndim");
     CHECK_EQ_INT(fsdp_num_units(t.model), 0);
     p[1].shape[0] = 0;
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 2);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_raise_scalar_parameter. Differs: a scalar is
    taken as a vector of one element. A shape without ndim is refused. */
-TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
+TEST(fully_shard_init, raise_scalar_parameter) { on_worlds(2, raise_scalar); }
 
-static void invalid_dim(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void invalid_dim(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_mat("weight", 16, 16), fsdp_vec("bias", 16)};
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
@@ -582,13 +626,12 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
                "shard_dim is 1");
     p[1].shard_dim = 0;
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 2);
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_shard_dim. Done: shard_dim 1 of a vector is
    refused by name. */
-TEST(fully_shard_init, invalid_shard_dim) { on_ranks(8, invalid_dim, NULL); }
+TEST(fully_shard_init, invalid_shard_dim) { on_worlds(8, invalid_dim); }
 
 /* PyTorch's transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output is tied
    to the embedding, so it is no parameter of its own. layer -1: what is in no layer. */
@@ -655,16 +698,13 @@ TEST(fully_shard_init, init_1d_transformer_shard_dim_neg1) {
 }
 
 /* Upstream refuses; here every dim may be uneven. */
-static void uneven_largest(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void uneven_largest(fsdp_world *world) {
     fsdp_param_desc p[3] = {fsdp_mat("wide", 4, 17), fsdp_mat("tall", 17, 4), fsdp_vec("b", 17)};
     float full[17 * 4];
     fsdp_param_view v = FSDP_ZERO;
     toy t;
     p[0].shard_dim = 1;
-    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 3);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, world, 8, p, 3);
     for (int i = 0; i < 2; i++) toy_step(&t);
     while (fsdp_next_param(t.model, &v)) {
         fsdp_range range;
@@ -677,7 +717,7 @@ static void uneven_largest(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_init_1d_uneven_shard_largest_dim. Differs: a dim 1 of 17
    over 8 ranks is cut into 3, 3, 3, 3, 3, 2, 0 and 0. PyTorch refuses it. */
-TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
+TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_worlds(8, uneven_largest); }
 
 /* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
 static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
@@ -689,8 +729,7 @@ static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
     }
     return 0;
 }
-static void mixed_dtypes(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void mixed_dtypes(fsdp_world *world) {
     fsdp_param_desc p[2] = {fsdp_mat("w_fp8", 256, 256), fsdp_mat("w_fp32", 256, 256)};
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = bytes_op;
@@ -698,9 +737,7 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
     toy t;
     p[0].dtype = FSDP_U8;
     p[0].frozen = 1;
-    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 2);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_make(&t, world, 2, p, 2);
     watcher.user = &gathers;
     CALL(world, fsdp_attach(t.model, &watcher));
     toy_step(&t);
@@ -708,41 +745,14 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_mixed_dtypes_no_grad_param. Done: bytes in place of fp8;
    one step (PyTorch: a forward that uses no parameter). */
-TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_ranks(2, mixed_dtypes, NULL); }
+TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_worlds(2, mixed_dtypes); }
 
 /* ---- parameters that are already split by tensor parallelism --------------------------------- */
 
-/* The unit of a rank describes its own part of each parameter, and its mesh is the data-parallel
-   part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts it: split
-   over tp first, then over dp. */
-typedef struct {
-    const char *name;
-    int rows, cols;        /* of the whole; cols 0: a vector */
-    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
-} tp_param;
-
 typedef struct {
     toy toy;
-    const tp_param *params;
-    int count, tp_rank, tp_size;
-    fsdp_range cut[8]; /* along tp_dim */
+    tp_part part;
 } tp_model;
-
-/* Element k of the tp part of parameter i, in the whole parameter. */
-static int64_t tp_element(const tp_model *m, int i, int64_t k) {
-    const tp_param *p = &m->params[i];
-    int64_t cols = p->cols ? p->cols : 1;
-    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
-    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
-    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
-}
-
-static void tp_fill(void *user, const fsdp_param_view *block) {
-    const tp_model *m = (const tp_model *)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] = (float)toy_start(
-            0, block->index, tp_element(m, block->index, fsdp_view_index(block, k)));
-}
 
 /* dim tp of the mesh is its last one; those before it are data parallel. */
 static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_param *params,
@@ -757,43 +767,44 @@ static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_p
     md.mesh = dp;
     toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), fsdp_mesh_rank(dp, 0));
     if (tp == 2) m->toy.place = 2 * m->toy.place + fsdp_mesh_rank(dp, 1);
-    m->params = params;
-    m->count = count;
-    m->tp_rank = fsdp_mesh_rank(mesh, tp);
-    m->tp_size = fsdp_mesh_size(mesh, tp);
+    m->part.params = params;
+    m->part.count = count;
+    m->part.rank = fsdp_mesh_rank(mesh, tp);
+    m->part.size = fsdp_mesh_size(mesh, tp);
     for (int i = 0; i < count; i++) {
         int whole = params[i].tp_dim == 1 ? params[i].cols : params[i].rows;
-        CHECK_OK(fsdp_shard_range(whole, m->tp_size, m->tp_rank, &m->cut[i]));
-        int64_t rows = params[i].tp_dim == 0 ? m->cut[i].count : params[i].rows;
-        int64_t cols = params[i].tp_dim == 1 ? m->cut[i].count : params[i].cols;
+        CHECK_OK(fsdp_shard_range(whole, m->part.size, m->part.rank, &m->part.cut[i]));
+        int64_t rows = params[i].tp_dim == 0 ? m->part.cut[i].count : params[i].rows;
+        int64_t cols = params[i].tp_dim == 1 ? m->part.cut[i].count : params[i].cols;
         p[i] = cols ? fsdp_mat(params[i].name, rows, cols) : fsdp_vec(params[i].name, rows);
         p[i].shard_dim = params[i].shard_dim;
     }
     toy_unit(&m->toy, NULL, p, count);
-    CALL(world, fsdp_init_params(m->toy.model, tp_fill, m));
+    m->toy.tp = &m->part;
+    CALL(world, fsdp_init_params(m->toy.model, toy_fill, &m->part));
 }
 
 /* Gathered over dp, every rank has its part of the whole. */
 static void tp_check(const tp_model *m, double offset) {
     float full[1024];
-    for (int i = 0; i < m->count; i++) {
+    for (int i = 0; i < m->part.count; i++) {
         fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
         CHECK(lab_full_numel(&v) <= 1024);
         CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
+            CHECK_NEAR(full[e], toy_start(0, i, tp_element(&m->part, i, e)) + offset, 0);
     }
 }
 
 /* My shard is where the placements put it: rows or columns of the tp part, split over dp. */
 static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
     int dp = fsdp_mesh_rank(mesh, 0);
-    for (int i = 0; i < m->count; i++) {
-        const tp_param *p = &m->params[i];
+    for (int i = 0; i < m->part.count; i++) {
+        const tp_param *p = &m->part.params[i];
         fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
         int64_t part[2] = {p->rows, p->cols};
         fsdp_range cut;
-        if (p->tp_dim >= 0) part[p->tp_dim] = m->cut[i].count;
+        if (p->tp_dim >= 0) part[p->tp_dim] = m->part.cut[i].count;
         CHECK_OK(fsdp_shard_range(part[p->shard_dim], fsdp_mesh_size(mesh, 0), dp, &cut));
         CHECK_EQ_INT(v.shard_dim, p->shard_dim);
         CHECK_EQ_INT(v.start[p->shard_dim], cut.start);
@@ -802,68 +813,25 @@ static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
         for (int64_t k = 0; k < v.numel; k++) {
             int64_t width = v.ndim == 2 ? v.local_shape[1] : 1, of = v.ndim == 2 ? part[1] : 1;
             int64_t row = k / width + v.start[0], col = k % width + (v.ndim == 2 ? v.start[1] : 0);
-            CHECK_NEAR(((float *)v.shard)[k], toy_start(0, i, tp_element(m, i, row * of + col)), 0);
+            CHECK_NEAR(((float *)v.shard)[k],
+                       toy_start(0, i, tp_element(&m->part, i, row * of + col)), 0);
         }
     }
-}
-
-/* A step of all parts: gradients are those of the elements in the whole parameter, averaged over
-   dp. */
-static void tp_step(tp_model *m) {
-    fsdp_world *world = m->toy.world;
-    toy *t = &m->toy;
-    fsdp_param_view v = FSDP_ZERO;
-    lab_forward(world, t->unit[0]);
-    CALL(world, fsdp_pre_backward(t->unit[0]));
-    for (int i = 0; i < m->count; i++) {
-        const float *data = (const float *)fsdp_data(t->unit[0], i);
-        float *grad = (float *)fsdp_grad(t->unit[0], i);
-        v = lab_view(world, t->unit[0], i);
-        for (int64_t k = 0; k < lab_full_numel(&v); k++) {
-            int64_t e = tp_element(m, i, k);
-            CHECK_NEAR(data[k], toy_truth(t, 0, i, e), 0);
-            grad[k] += (float)toy_slope(t->place, t->step, 0, i, e);
-        }
-    }
-    CALL(world, fsdp_post_backward(t->unit[0]));
-    CALL(world, fsdp_finalize_backward(t->model));
-    memset(&v, 0, sizeof v);
-    while (fsdp_next_param(t->model, &v))
-        for (int64_t k = 0; k < v.numel; k++) {
-            int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
-            float grad = ((const float *)v.shard_grad)[k];
-            CHECK_NEAR(grad, toy_mean(t, t->step, 0, v.index, e), 0);
-            if (!t->adam) ((float *)v.shard)[k] -= grad / 2;
-        }
-    if (t->adam) {
-        CALL(world, fsdp_adamw_step(t->adam, 0.01));
-        memset(&v, 0, sizeof v);
-        while (fsdp_next_param(t->model, &v))
-            for (int64_t k = 0; k < v.numel; k++) {
-                int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
-                check_adam((double)((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
-                           toy_mean(t, t->step, 0, v.index, e));
-            }
-        return;
-    }
-    CALL(world, fsdp_params_changed(t->model));
-    CALL(world, fsdp_zero_grad(t->model));
-    t->step++;
 }
 
 /* Summed over tp the parts add up to the whole: no element is missing, none is there twice. */
 static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
     fsdp_world *world = m->toy.world;
     float part[1024], whole[1024];
-    for (int i = 0; i < m->count; i++) {
-        const tp_param *p = &m->params[i];
+    for (int i = 0; i < m->part.count; i++) {
+        const tp_param *p = &m->part.params[i];
         fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
         int64_t count = p->rows * (p->cols ? p->cols : 1);
         CHECK(count <= 1024);
         memset(whole, 0, sizeof whole);
         CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
+            if (p->tp_dim >= 0 || m->part.rank == 0) whole[tp_element(&m->part, i, e)] += part[e];
         CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
         for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_truth(&m->toy, 0, i, e), 0);
     }
@@ -875,8 +843,7 @@ static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
                                   {"out_proj.bias", 9, 0, -1, 0}};
 
 /* The columns of out_proj are split by tp, its rows by dp, and so on: as the placements say. */
-static void shard_dtensor(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void shard_dtensor(fsdp_world *world) {
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
     tp_model m;
     tp_build(&m, world, mesh, tp_mlp, 4);
@@ -907,11 +874,10 @@ static void shard_dtensor(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_shard_dtensor_parameters. Partly: a rank describes its
    tensor-parallel part on the dp slice. No global shape, strides or mesh, which a DTensor has. */
-TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
+TEST(fully_shard_init, shard_dtensor_parameters) { on_worlds(4, shard_dtensor); }
 
 /* FSDP and tensor parallelism split different dims of every matrix. */
-static void diff_dim(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void diff_dim(fsdp_world *world) {
     static const tp_param params[] = {{"wq", 16, 16, 0, 1},
                                       {"wo", 16, 16, 1, 0},
                                       {"w1", 64, 16, 0, 1},
@@ -924,14 +890,14 @@ static void diff_dim(fsdp_world *world, const void *arg) {
     tp_check(&m, 0);
     for (int step = 0; step < 2; step++) {
         tp_whole(&m, tp);
-        tp_step(&m);
+        toy_step(&m.toy);
     }
     tp_whole(&m, tp);
 }
 /* PyTorch: test_fully_shard_init.py test_init_2d_transformer_shard_diff_dim. Partly: five
    parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. The core has no call
    that gathers over dp and tp, as a DTensor's does. */
-TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
+TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_worlds(8, diff_dim); }
 
 /* ---- the root, names, the first step --------------------------------------------------------- */
 
@@ -956,8 +922,7 @@ static void lazy_model(toy *t, fsdp_world *world) {
 
 /* No unit is found to be the root: all are of one model, in the order in which they were made, and
    each may be the first that is used. */
-static void no_root(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void no_root(fsdp_world *world) {
     for (int first = 0; first < 3; first++) {
         toy t;
         lazy_model(&t, world);
@@ -977,10 +942,9 @@ static void no_root(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_is_root. Differs: no unit is the root. Units
    keep the order in which you made them, and any unit may be used first. */
-TEST(fully_shard_init, is_root) { on_ranks(2, no_root, NULL); }
+TEST(fully_shard_init, is_root) { on_worlds(2, no_root); }
 
-static void names_of(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void names_of(fsdp_world *world) {
     static const char *const expected[] = {"0.in_proj.weight",       "0.in_proj.bias",
                                            "0.out_proj.weight",      "0.out_proj.bias",
                                            "root.1.in_proj.weight",  "root.1.in_proj.bias",
@@ -1002,12 +966,11 @@ static void names_of(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_module_and_param_fqns. Differs: units and
    parameters have the names that you gave. */
-TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, names_of, NULL); }
+TEST(fully_shard_init, module_and_param_fqns) { on_worlds(2, names_of); }
 
 /* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
    model is laid out once, and units that come too late are refused. */
-static void lazy_init(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void lazy_init(fsdp_world *world) {
     fsdp_param_desc p[4];
     fsdp_unit_desc ud = FSDP_ZERO;
     fsdp_param_view a, b;
@@ -1035,28 +998,25 @@ static void lazy_init(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_fully_shard_double_lazy_init. Differs: a unit may run
    before the others, as there is no root. The first call that needs the layout computes it; then a
    new unit is refused. */
-TEST(fully_shard_init, double_lazy_init) { on_ranks(2, lazy_init, NULL); }
+TEST(fully_shard_init, double_lazy_init) { on_worlds(2, lazy_init); }
 
 /* A group of several layers that is used first is no error: it is a unit like others. */
-static void several_first(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void several_first(fsdp_world *world) {
     fsdp_param_desc p[8];
     toy t;
     toy_begin(&t, world, NULL, 2, fsdp_rank(world));
     int n = mlp(p, 3, 2), both = n + mlp(p + n, 5, 2);
     for (int i = n; i < both; i++) p[i].name = NULL;
     toy_unit(&t, NULL, p, both);
-    toy_unit(&t, NULL, p, n);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, n);
     for (int i = 0; i < 2; i++) toy_step(&t);
 }
 /* PyTorch: test_fully_shard_init.py test_fully_shard_multi_module_root. Differs: a unit of several
    layers may be used first. */
-TEST(fully_shard_init, multi_module_root) { on_ranks(2, several_first, NULL); }
+TEST(fully_shard_init, multi_module_root) { on_worlds(2, several_first); }
 
 /* A parameter that is replaced between sharding and the first forward is the one that trains. */
-static void replaced(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void replaced(fsdp_world *world) {
     float full[6 * 3];
     fsdp_param_desc p[1] = {fsdp_mat("w", 6, 3)};
     toy t;
@@ -1071,7 +1031,7 @@ static void replaced(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_reset_sharded_param_in_lazy_init. Differs: you cannot
    replace a parameter. If it is loaded again before the first forward, the second contents are
    trained. */
-TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced, NULL); }
+TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_worlds(2, replaced); }
 
 /* ---- initialisation without the whole model anywhere ----------------------------------------- */
 
@@ -1090,8 +1050,7 @@ static void shards_are(const toy *t, double expected) {
 
 /* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
    step of Adam runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
-static void meta_device(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void meta_device(fsdp_world *world) {
     static const int dims[] = {8, 3, 1, 8};
     fsdp_mesh *mesh;
     CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
@@ -1119,11 +1078,10 @@ static void meta_device(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_meta_device_1d_init. Partly: shards are zero, then filled
    twice; one step of Adam. No buffers, and no parameters without data. */
-TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
+TEST(fully_shard_init, meta_device_1d_init) { on_worlds(4, meta_device); }
 
 /* The same for the parts that tensor parallelism leaves. */
-static void meta_device_2d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void meta_device_2d(fsdp_world *world) {
     static const int dims[] = {8, 3};
     for (int n = 0; n < 2; n++) {
         const int d = dims[n];
@@ -1139,22 +1097,21 @@ static void meta_device_2d(fsdp_world *world, const void *arg) {
         toy_adam(&m.toy);
         CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
         shards_are(&m.toy, constant);
-        CALL(world, fsdp_init_params(m.toy.model, tp_fill, &m));
+        CALL(world, fsdp_init_params(m.toy.model, toy_fill, &m.part));
         while (fsdp_next_param(m.toy.model, &v))
             for (int64_t k = 0; k < v.numel; k++) CHECK(((float *)v.shard)[k] < 1000);
         tp_check_shards(&m, mesh);
-        tp_step(&m);
+        toy_step(&m.toy);
         fsdp_model_destroy(m.toy.model);
     }
 }
 /* PyTorch: test_fully_shard_init.py test_meta_device_2d_init. Partly: (dp, tp), f32 only, one unit
    (PyTorch: one for each linear). No buffers, and no parameters without data. */
-TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device_2d, NULL); }
+TEST(fully_shard_init, meta_device_2d_init) { on_worlds(4, meta_device_2d); }
 
 /* Upstream names the parameters that were left without data. Here there are none: a parameter that
    nobody filled is zero, on every rank, padding included. */
-static void never_filled(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void never_filled(fsdp_world *world) {
     fsdp_param_desc p[4];
     toy t;
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
@@ -1169,11 +1126,10 @@ static void never_filled(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_invalid_meta_device_init. Differs: no parameter is without
    data: one that you never filled is zero. */
-TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NULL); }
+TEST(fully_shard_init, invalid_meta_device_init) { on_worlds(4, never_filled); }
 
 /* Rank 0 has the parameters, the others get them, and each keeps its rows. */
-static void rank0_broadcast(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void rank0_broadcast(fsdp_world *world) {
     float full[64 * 16];
     fsdp_param_desc p[12];
     fsdp_param_view v = FSDP_ZERO;
@@ -1193,7 +1149,7 @@ static void rank0_broadcast(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_rank0_broadcast_meta_device_init. Done: rank 0 broadcasts
    full parameters, each rank keeps its rows. Compared with the numbers themselves (PyTorch: with a
    second sharded model). */
-TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_ranks(4, rank0_broadcast, NULL); }
+TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_worlds(4, rank0_broadcast); }
 
 /* ---- meshes from lists of ranks -------------------------------------------------------------- */
 
@@ -1219,8 +1175,7 @@ static void trains_over(fsdp_world *world, fsdp_mesh *mesh, int ranks, int place
 }
 /* A mesh from the ranks of a group is the dp slice of a (dp, tp) mesh: two of four ranks, and the
    other two have another one. */
-static void groups_1d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void groups_1d(fsdp_world *world) {
     static const char *const dp_name[] = {"dp"};
     static const int32_t shape[1] = {2}, groups[2][2] = {{0, 2}, {1, 3}};
     fsdp_mesh *both = mesh_of(world, 2, 2, 0, tp_names), *dp = lab_slice(world, both, 0);
@@ -1236,8 +1191,7 @@ static void groups_1d(fsdp_world *world, const void *arg) {
     trains_over(world, dp, 2, fsdp_mesh_rank(dp, 0));
 }
 /* The same coordinates and groups, of the slices too. */
-static void groups_2d(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void groups_2d(fsdp_world *world) {
     static const int32_t shape[2] = {2, 2}, ranks[4] = {0, 1, 2, 3};
     fsdp_mesh *mesh[2] = {lab_mesh(world, 2, shape, hsdp_names, NULL),
                           lab_mesh(world, 2, shape, hsdp_names, ranks)};
@@ -1251,8 +1205,8 @@ static void groups_2d(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_init.py test_1d_process_group_init, test_2d_process_group_init. Done: a
    mesh from a list of ranks (PyTorch: from process groups) has the coordinates and groups of an
    ordinary mesh, and trains with equal results. */
-TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, groups_1d, NULL); }
-TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
+TEST(fully_shard_init, 1d_process_group_init) { on_worlds(4, groups_1d); }
+TEST(fully_shard_init, 2d_process_group_init) { on_worlds(4, groups_2d); }
 
 /* ---- replicas -------------------------------------------------------------------------------- */
 
@@ -1270,8 +1224,7 @@ static void compare_replicas(const toy *t, const fsdp_mesh *replicas, int same) 
             CHECK_EQ_INT(lab_bits32(least[k]) == lab_bits32(most[k]), same);
     }
 }
-static void across_replicas(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void across_replicas(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
     toy t;
@@ -1296,7 +1249,7 @@ static void across_replicas(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_hsdp_broadcast_across_replicas. Done: the buffer is the
    caller's. */
-TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_ranks(4, across_replicas, NULL); }
+TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_worlds(4, across_replicas); }
 
 /* ---- hooks on the reduced gradients ---------------------------------------------------------- */
 
@@ -1377,8 +1330,7 @@ static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, i
    10) are 0.5, of out_proj (10, 40) 1, the inputs are 0..9 times a factor of mean 1, the loss is
    the sum of the outputs, all of which are positive. So the gradient of out_proj is 22.5
    everywhere, a row of that of in_proj 0, 10, .. 90. */
-static void hsdp_hook(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void hsdp_hook(fsdp_world *world) {
     static const float factors[4] = {0.5f, 1.5f, 0.25f, 1.75f};
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
     replica_hook h = {NULL, NULL, 0};
@@ -1424,13 +1376,12 @@ static void hsdp_hook(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_init.py test_custom_hsdp_all_reduce_hook. Done: inputs differ per rank
    (PyTorch: weights per replica); the hook sums and halves (PyTorch: AVG). */
-TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_ranks(4, hsdp_hook, NULL); }
+TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_worlds(4, hsdp_hook); }
 
 /* ---- state ----------------------------------------------------------------------------------- */
 
 /* Each call of fully_shard has a state of its own. */
-static void states(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void states(fsdp_world *world) {
     toy t;
     toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 3, 3);
     for (int u = 0; u < 3; u++) {
@@ -1452,7 +1403,7 @@ static void states(fsdp_world *world, const void *arg) {
     toy_step(&t);
 }
 /* PyTorch: test_fully_shard_state.py test_fully_shard_state. Done: each unit has its own state. */
-TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
+TEST(fully_shard_state, state) { on_worlds(2, states); }
 
 /* ---- parameters that others look after ------------------------------------------------------- */
 
@@ -1491,9 +1442,8 @@ static void ddp(fsdp_world *world, float *grad, int64_t count) {
 /* C, B, A: C and A are replicated and belong to the trainer, B is a unit that stays open around C, as
    C lies inside of upstream's B; beside them the same three layers all replicated. Three steps:
    equal losses, equal parameters. */
-static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
+static void ddp_fsdp_ddp(fsdp_world *world) {
     enum { SQUARE = WIDTH * WIDTH };
-    (void)arg;
     float w[2][3][SQUARE], loss[2], full[SQUARE];
     fsdp_param_desc p[1] = {fsdp_mat("b", WIDTH, WIDTH)};
     fsdp_param_view v;
@@ -1549,7 +1499,7 @@ static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_ignore_params.py test_ddp_A_fsdp_B_ddp_C. Done: A and C belong to the
    trainer, B is a unit that is open around C. Plain descent (PyTorch: Adam), one unit (PyTorch:
    two). PyTorch also compares which names FSDP and DDP manage; here the model has one parameter. */
-TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_ranks(2, ddp_fsdp_ddp, NULL); }
+TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_worlds(2, ddp_fsdp_ddp); }
 
 /* ---- what a checkpoint reads and writes ------------------------------------------------------ */
 
@@ -1666,7 +1616,7 @@ static void tp_save_load(fsdp_world *world, const void *arg) {
         tp_check(&m, 0);
         save_load(&m.toy);
         tp_check(&m, 0);
-        tp_step(&m);
+        toy_step(&m.toy);
         fsdp_model_destroy(m.toy.model);
     }
 }
@@ -1678,8 +1628,7 @@ TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
 TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
 
 /* Views that are kept show the parameters as they are after later steps. */
-static void cached_dict(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void cached_dict(fsdp_world *world) {
     for (int dim = 2; dim <= 5; dim++) {
         toy t;
         dict d, now;
@@ -1702,13 +1651,12 @@ static void cached_dict(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_state_dict.py test_cached_state_dict. Partly: views that you keep show
    the parameters after later steps. PyTorch then moves the model to the host and back: no call here
    moves shards. */
-TEST(fully_shard_state_dict, cached) { on_ranks(8, cached_dict, NULL); }
+TEST(fully_shard_state_dict, cached) { on_worlds(8, cached_dict); }
 
 /* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
    rest stays. Upstream refuses to load shards from another device than the CPU: here values are
    copied into the shards, which cannot be replaced. */
-static void offloaded_dict(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void offloaded_dict(fsdp_world *world) {
     float full[20 * 5];
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
@@ -1736,15 +1684,14 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
    model is loaded, the rest stays. The test does not look where shards lie:
    fully_shard_memory.training_memory counts pinned bytes. You cannot load from another device,
    which PyTorch refuses; no parameter is without data. */
-TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
+TEST(fully_shard_state_dict, cpu_offload) { on_worlds(4, offloaded_dict); }
 
 /* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
-static void correct_2d(fsdp_world *world, const void *arg) {
+static void correct_2d(fsdp_world *world) {
     static const tp_param params[] = {{"in_proj.weight", 16, 4, 0, 0},
                                       {"in_proj.bias", 16, 0, 0, 0},
                                       {"out_proj.weight", 4, 16, 1, 0},
                                       {"out_proj.bias", 4, 0, -1, 0}};
-    (void)arg;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
     fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, tp_names);
@@ -1766,11 +1713,10 @@ static void correct_2d(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: HSDP, and (dp,
    tp), where the test adds up the tp parts. The core has no call that gathers over both dims, as a
    DTensor's does. */
-TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
+TEST(fully_shard_state_dict, 2d_correctness) { on_worlds(8, correct_2d); }
 
 /* Rank 0 alone keeps the whole tensors. */
-static void rank0_full(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void rank0_full(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
     float full[20 * 5];
@@ -1788,7 +1734,7 @@ static void rank0_full(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: two MLPs with
    offload, after two steps (PyTorch: a transformer without offload, before any). */
-TEST(fully_shard_state_dict, rank0_offload_full) { on_ranks(4, rank0_full, NULL); }
+TEST(fully_shard_state_dict, rank0_offload_full) { on_worlds(4, rank0_full); }
 
 /* ---- extensions of the all-gather ------------------------------------------------------------ */
 
@@ -1896,8 +1842,13 @@ static void ext_parity(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     toy t;
     md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    lab_log log = FSDP_ZERO;
     ext_build(&t, world, &md, 2, fsdp_rank(world), x, HALVES, 3, 8);
+    lab_watch(&log, world, t.model);
     for (int step = 0; step < 10; step++) toy_step(&t);
+    for (int label = FSDP_LABEL_PRE_GATHER; label <= FSDP_LABEL_POST_GATHER; label++)
+        CHECK_EQ_INT(lab_count_ops(&log, 0, FSDP_OP_CALL, label, NULL), never ? 60 : 120);
+    free(log.ops);
     for (int k = 0; k < 6; k++) {
         CHECK_EQ_INT(x[k].sized, 1);
         CHECK_EQ_INT(x[k].pres, never ? 10 : 20); /* forward and backward */
@@ -1935,8 +1886,7 @@ TEST(fully_shard_extensions, end_to_end) {
 }
 
 /* A quantising extension runs in every gather; f32 parameters come out rounded to bf16. */
-static void ext_quantised(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_quantised(fsdp_world *world) {
     enum { NUMEL = 32 * 8 };
     ext x[6];
     toy t;
@@ -1961,13 +1911,12 @@ static void ext_quantised(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extensions_monkey_patch. Differs: PyTorch
    adds hooks to tensors that are already sharded. Here a quantising extension is a field of the
    desc: it runs in every gather, and the shard stays as it was. */
-TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
+TEST(fully_shard_extensions, monkey_patch) { on_worlds(8, ext_quantised); }
 
 /* The hooks know the whole shape, and a stored shard has one size on all ranks: 9 rows over 8 ranks
    are 2 2 2 2 1 0 0 0, 3 are 1 1 1 0 ..., each padded to the first. */
-static void ext_outer_size(fsdp_world *world, const void *arg) {
+static void ext_outer_size(fsdp_world *world) {
     enum { DIM = 3, WIDE = 9 };
-    (void)arg;
     ext x[2];
     fsdp_gather_extension e[2];
     fsdp_model_desc md = FSDP_ZERO;
@@ -1983,8 +1932,7 @@ static void ext_outer_size(fsdp_world *world, const void *arg) {
     md.reshard_after_forward = FSDP_RESHARD_NEVER;
     toy_begin(&t, world, &md, 8, fsdp_rank(world));
     t.quantised = 1;
-    toy_unit(&t, NULL, p, 4);
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_fill_unit(&t, p, 4);
     for (int step = 0; step < 2; step++) toy_step(&t);
     for (int i = 0; i < 2; i++) {
         const int chunk = i ? 1 : 2, left = (int)x[i].rows - t.place * chunk;
@@ -1998,11 +1946,10 @@ static void ext_outer_size(fsdp_world *world, const void *arg) {
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_outer_size_stride. Done: both
    hooks see the whole shape, the library pads the shards to one size (PyTorch: the hook pads); a
    desc has no strides. */
-TEST(fully_shard_extensions, outer_size_stride) { on_ranks(8, ext_outer_size, NULL); }
+TEST(fully_shard_extensions, outer_size_stride) { on_worlds(8, ext_outer_size); }
 
 /* What is gathered comes from the ranks of the shard dim alone. */
-static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_hsdp_mesh(fsdp_world *world) {
     ext x[6];
     fsdp_model_desc md = FSDP_ZERO;
     int32_t ranks[4];
@@ -2017,11 +1964,10 @@ static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: test_fully_shard_extensions.py test_all_gather_extension_hsdp_mesh. Done: the hooks get
    no mesh: the test compares from which ranks strings arrive. */
-TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(8, ext_hsdp_mesh, NULL); }
+TEST(fully_shard_extensions, hsdp_mesh) { on_worlds(8, ext_hsdp_mesh); }
 
 /* HSDP, with delays in every hook, with and without offload, ten steps. */
-static void ext_hsdp(fsdp_world *world, const void *arg) {
-    (void)arg;
+static void ext_hsdp(fsdp_world *world) {
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
     for (int offload = 0; offload < 2; offload++) {
         ext x[4];
@@ -2037,4 +1983,4 @@ static void ext_hsdp(fsdp_world *world, const void *arg) {
 }
 /* PyTorch: none. Own: an extension on 2x2 with random delays in both hooks, with and without
    offload. */
-TEST(fully_shard_extensions, hsdp_variants) { on_ranks(4, ext_hsdp, NULL); }
+TEST(fully_shard_extensions, hsdp_variants) { on_worlds(4, ext_hsdp); }

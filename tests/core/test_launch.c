@@ -6,19 +6,21 @@
 #include "harness.h"
 #include "lab.h"
 
-enum { VARIABLES_MAX = 14, OUTPUT_NBYTES = 1 << 15 };
+enum { OUTPUT_NBYTES = 1 << 15 };
 
-/* Sets an environment of "NAME=value" and nothing else. %r stands for the rank, %j for a name
-   that no other test uses. */
-static void environment(const char *const *variables, int rank) {
+/* Sets an environment of "NAME=value NAME=value" and nothing else. %r stands for the rank, %j for a
+   name that no other test uses, and %_ for a blank. */
+static void environment(const char *variables, int rank) {
     CHECK_EQ_INT(clearenv(), 0);
-    for (int i = 0; i < VARIABLES_MAX && variables[i]; i++) {
+    for (const char *v = variables; *v; v += *v == ' ') {
         char name[64], value[300] = "";
-        const char *v = strchr(variables[i], '=');
-        snprintf(name, sizeof name, "%.*s", (int)(v++ - variables[i]), variables[i]);
-        for (size_t at = 0; *v && at < sizeof value - 64; v++) {
+        const int length = (int)strcspn(v, "=");
+        snprintf(name, sizeof name, "%.*s", length, v);
+        v += length + 1;
+        for (size_t at = 0; *v && *v != ' ' && at < sizeof value - 64; v++) {
             if (v[0] != '%') value[at++] = *v, value[at] = 0;
             else if (*++v == 'r') at += (size_t)snprintf(value + at, 32, "%d", rank);
+            else if (*v == '_') at += (size_t)snprintf(value + at, 2, " ");
             else at += (size_t)snprintf(value + at, 64, "%d", (int)getppid());
         }
         CHECK_EQ_INT(setenv(name, value, 1), 0);
@@ -88,280 +90,216 @@ static fsdp_status start_at(const char *store, fsdp_world **w) {
 static fsdp_status start(fsdp_world **w) { return start_at(NULL, w); }
 
 typedef struct {
-    const char *name, *variables[VARIABLES_MAX];
-    const char *ranks;    /* rank/size/local rank */
-    const char *names[3]; /* two parts of the job's name; the meeting point, NULL: this host */
+    const char *name, *variables;
+    const char *ranks; /* rank/size/local rank */
+    const char *job;   /* a part of the job's name, as a pattern */
+    const char *store; /* the meeting point */
 } found_row;
 
 #define OMPI(rank, size, local)                                                                    \
-    "OMPI_COMM_WORLD_RANK=" rank, "OMPI_COMM_WORLD_SIZE=" size, "OMPI_COMM_WORLD_LOCAL_RANK=" local
+    "OMPI_COMM_WORLD_RANK=" rank " OMPI_COMM_WORLD_SIZE=" size                                     \
+    " OMPI_COMM_WORLD_LOCAL_RANK=" local " "
 #define SLURM(rank, size, local)                                                                   \
-    "SLURM_PROCID=" rank, "SLURM_NTASKS=" size, "SLURM_LOCALID=" local, "SLURM_JOB_ID=7001"
-#define PMI(rank, size) "PMI_FD=9", "PMI_RANK=" rank, "PMI_SIZE=" size
+    "SLURM_PROCID=" rank " SLURM_NTASKS=" size " SLURM_LOCALID=" local " SLURM_JOB_ID=7001 "
+#define PMI(rank, size) "PMI_FD=9 PMI_RANK=" rank " PMI_SIZE=" size " "
 #define FLUX(rank, size, nodes)                                                                    \
-    "FLUX_TASK_RANK=" rank, "FLUX_JOB_SIZE=" size, "FLUX_TASK_LOCAL_ID=1", "FLUX_JOB_ID=f23",      \
-        "FLUX_JOB_NNODES=" nodes
+    "FLUX_TASK_RANK=" rank " FLUX_JOB_SIZE=" size " FLUX_TASK_LOCAL_ID=1 FLUX_JOB_ID=f23 "         \
+    "FLUX_JOB_NNODES=" nodes " "
 static const found_row found[] = {
-    {"nothing", {NULL}, "0/1/0", {"", ""}},
-    {"torchrun",
-     {"RANK=5", "WORLD_SIZE=8", "LOCAL_RANK=1", "MASTER_ADDR=host7", "MASTER_PORT=29511"},
-     "5/8/1",
-     {"host7", "29511", "tcp://host7:29511"}},
+    {"nothing", "", "0/1/0", "", "host:"},
+    {"torchrun", "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=host7 MASTER_PORT=29511", "5/8/1",
+     "host7*29511", "tcp://host7:29511"},
     {"torchrun_on_one_host",
-     {"RANK=1", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8", "TORCHELASTIC_RUN_ID=r", "MASTER_ADDR=h"},
-     "1/8/1",
-     {"r", ""}},
-    {"ranks_by_hand_on_several_hosts",
-     {"RANK=1", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=4", "MASTER_PORT=29500"},
-     "1/8/1",
-     {"29500", "", ""}},
-    {"ipv6",
-     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=fd00::7", "MASTER_PORT=1000"},
-     "1/2/1",
-     {"fd00::7", "", "tcp://[fd00::7]:1000"}},
-    {"ipv6_in_brackets",
-     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=[fd00::7]", "MASTER_PORT=1000"},
-     "1/2/1",
-     {"fd00::7", "", "tcp://[fd00::7]:1000"}},
-    {"store_wins",
-     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=h", "MASTER_PORT=1", "FSDP_STORE=file:///tmp/%j"},
-     "1/2/1",
-     {"h", "", "file:///tmp/"}},
+     "RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=r MASTER_ADDR=h", "1/8/1", "r",
+     "host:"},
+    {"ranks_by_hand_on_several_hosts", "RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_PORT=29500",
+     "1/8/1", "29500", ""},
+    {"ipv6", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=fd00::7 MASTER_PORT=1000", "1/2/1", "fd00::7",
+     "tcp://[fd00::7]:1000"},
+    {"ipv6_in_brackets", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=[fd00::7] MASTER_PORT=1000", "1/2/1",
+     "fd00::7", "tcp://[fd00::7]:1000"},
+    {"store_wins", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 FSDP_STORE=file:///tmp/%j",
+     "1/2/1", "h", "file:///tmp/"},
     {"torchrun_run_id",
-     {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "TORCHELASTIC_RUN_ID=run42",
-      "TORCHELASTIC_RESTART_COUNT=3"},
-     "0/2/0",
-     {"run42", "3"}},
-    {"without_local_rank", {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=1234"}, "3/4/3", {"1234", ""}},
-    {"job_id_wins",
-     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=1234", "FSDP_JOB_ID=mine"},
-     "3/4/3",
-     {"mine", ""}},
-    {"open_mpi", {OMPI("2", "6", "1"), "PMIX_NAMESPACE=683606017"}, "2/6/1", {"683606017", ""}},
-    {"open_mpi_jobid",
-     {OMPI("2", "6", "2"), "OMPI_MCA_ess_base_jobid=94713"},
-     "2/6/2",
-     {"94713", ""}},
-    {"open_mpi_job_id", {OMPI("0", "2", "0"), "FSDP_JOB_ID=own"}, "0/2/0", {"own", ""}},
-    {"store_as_name",
-     {"RANK=1", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x"},
-     "1/2/1",
-     {"file:///shared/x", "", "file:///shared/x"}},
-    {"open_mpi_on_one_host",
-     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=4", "PMIX_NAMESPACE=1"},
-     "1/4/1",
-     {"1", ""}},
-    {"open_mpi_on_several_hosts", /* no error yet: shm does not need the meeting point */
-     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1"},
-     "1/4/1",
-     {"1", "", ""}},
+     "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=run42 TORCHELASTIC_RESTART_COUNT=3",
+     "0/2/0", "run42*3", "host:"},
+    {"without_local_rank", "RANK=3 WORLD_SIZE=4 MASTER_PORT=1234", "3/4/3", "1234", "host:"},
+    {"job_id_wins", "RANK=3 WORLD_SIZE=4 MASTER_PORT=1234 FSDP_JOB_ID=mine", "3/4/3", "mine",
+     "host:"},
+    {"open_mpi", OMPI("2", "6", "1") "PMIX_NAMESPACE=683606017", "2/6/1", "683606017", "host:"},
+    {"open_mpi_jobid", OMPI("2", "6", "2") "OMPI_MCA_ess_base_jobid=94713", "2/6/2", "94713",
+     "host:"},
+    {"open_mpi_job_id", OMPI("0", "2", "0") "FSDP_JOB_ID=own", "0/2/0", "own", "host:"},
+    {"store_as_name", "RANK=1 WORLD_SIZE=2 FSDP_STORE=file:///shared/x", "1/2/1",
+     "file:///shared/x", "file:///shared/x"},
+    {"open_mpi_on_one_host", OMPI("1", "4", "1") "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=1",
+     "1/4/1", "1", "host:"},
+    /* no error yet: shm does not need the meeting point */
+    {"open_mpi_on_several_hosts",
+     OMPI("1", "4", "1") "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1", "1/4/1", "1", ""},
     {"open_mpi_with_x",
-     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "MASTER_ADDR=n01",
-      "MASTER_PORT=29500"},
-     "1/4/1",
-     {"1", "", "tcp://n01:29500"}},
-    {"open_mpi_in_an_allocation", /* rank 0 need not be on its first host */
-     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "SLURM_JOB_ID=7001",
-      "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
-     "1/4/1",
-     {"1", "", ""}},
+     OMPI("1", "4", "1") "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1 "
+                         "MASTER_ADDR=n01 MASTER_PORT=29500",
+     "1/4/1", "1", "tcp://n01:29500"},
+    /* rank 0 need not be on its first host */
+    {"open_mpi_in_an_allocation",
+     OMPI("1", "4", "1") "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1 SLURM_JOB_ID=7001 "
+                         "SLURM_NNODES=2 SLURM_JOB_NODELIST=n[01-02]",
+     "1/4/1", "1", ""},
     {"mvapich2",
-     {"MV2_COMM_WORLD_RANK=3", "MV2_COMM_WORLD_SIZE=4", "MV2_COMM_WORLD_LOCAL_RANK=1",
-      "MV2_COMM_WORLD_LOCAL_SIZE=4", "MASTER_PORT=77", "PMI_RANK=9", "PMI_SIZE=8"},
-     "3/4/1",
-     {"77", ""}},
+     "MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=1 "
+     "MV2_COMM_WORLD_LOCAL_SIZE=4 MASTER_PORT=77 PMI_RANK=9 PMI_SIZE=8",
+     "3/4/1", "77", "host:"},
     {"mvapich2_on_several_hosts",
-     {"MV2_COMM_WORLD_RANK=3", "MV2_COMM_WORLD_SIZE=4", "MV2_COMM_WORLD_LOCAL_RANK=1",
-      "MV2_COMM_WORLD_LOCAL_SIZE=2", "FSDP_JOB_ID=m"},
-     "3/4/1",
-     {"m", "", ""}},
+     "MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=1 "
+     "MV2_COMM_WORLD_LOCAL_SIZE=2 FSDP_JOB_ID=m",
+     "3/4/1", "m", ""},
     {"pmi_on_several_hosts",
-     {"PMI_RANK=1", "PMI_SIZE=3", "MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=2", "FSDP_JOB_ID=hydra"},
-     "1/3/0",
-     {"hydra", "", ""}},
-    {"flux", {FLUX("3", "4", "1")}, "3/4/1", {"f23", ""}},
-    {"flux_on_several_hosts", {FLUX("3", "4", "2")}, "3/4/1", {"f23", "", ""}},
-    {"open_mpi_of_one", {OMPI("0", "1", "0")}, "0/1/0", {"", ""}},
-    {"pmi",
-     {"PMI_RANK=1", "PMI_SIZE=3", "MPI_LOCALRANKID=0", "FSDP_JOB_ID=hydra"},
-     "1/3/0",
-     {"hydra", ""}},
-    {"pmi_port", {"PMI_RANK=1", "PMI_SIZE=3", "MASTER_PORT=4711"}, "1/3/1", {"4711", ""}},
-    {"slurm", {SLURM("4", "16", "2"), "SLURM_STEP_ID=0"}, "4/16/2", {"7001", "0"}},
-    {"slurm_third_step", {SLURM("1", "2", "1"), "SLURM_STEP_ID=2"}, "1/2/1", {"7001", "2"}},
-    {"slurm_step_of_a_larger_job",
-     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2"},
-     "1/2/1",
-     {"7001", "4"}},
+     "PMI_RANK=1 PMI_SIZE=3 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 FSDP_JOB_ID=hydra", "1/3/0",
+     "hydra", ""},
+    {"flux", FLUX("3", "4", "1"), "3/4/1", "f23", "host:"},
+    {"flux_on_several_hosts", FLUX("3", "4", "2"), "3/4/1", "f23", ""},
+    {"open_mpi_of_one", OMPI("0", "1", "0"), "0/1/0", "", "host:"},
+    {"pmi", "PMI_RANK=1 PMI_SIZE=3 MPI_LOCALRANKID=0 FSDP_JOB_ID=hydra", "1/3/0", "hydra", "host:"},
+    {"pmi_port", "PMI_RANK=1 PMI_SIZE=3 MASTER_PORT=4711", "1/3/1", "4711", "host:"},
+    {"slurm", SLURM("4", "16", "2") "SLURM_STEP_ID=0", "4/16/2", "7001*0", "host:"},
+    {"slurm_third_step", SLURM("1", "2", "1") "SLURM_STEP_ID=2", "1/2/1", "7001*2", "host:"},
+    {"slurm_step_of_a_larger_job", SLURM("1", "16", "1") "SLURM_STEP_ID=4 SLURM_STEP_NUM_TASKS=2",
+     "1/2/1", "7001*4", "host:"},
     {"slurm_on_several_hosts",
-     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
-     "4/16/2",
-     {"7001", "3", "tcp://n01:25134"}},
-    {"slurm_step_on_several_hosts", /* not the first hosts of the job */
-     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=8", "SLURM_STEP_NUM_NODES=2",
-      "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n[3,5]"},
-     "1/8/1",
-     {"7001", "4", "tcp://n3:25135"}},
+     SLURM("4", "16", "2") "SLURM_STEP_ID=3 SLURM_NNODES=2 SLURM_JOB_NODELIST=n[01-02]", "4/16/2",
+     "7001*3", "tcp://n01:25134"},
+    /* not the first hosts of the job */
+    {"slurm_step_on_several_hosts",
+     SLURM("1", "16", "1") "SLURM_STEP_ID=4 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_NUM_NODES=2 "
+                           "SLURM_NNODES=4 SLURM_STEP_NODELIST=n[3,5]",
+     "1/8/1", "7001*4", "tcp://n3:25135"},
     {"slurm_step_on_one_host",
-     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_NODES=1",
-      "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n3"},
-     "1/2/1",
-     {"7001", "4"}},
+     SLURM("1", "16", "1") "SLURM_STEP_ID=4 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 "
+                           "SLURM_NNODES=4 SLURM_STEP_NODELIST=n3",
+     "1/2/1", "7001*4", "host:"},
     /* rank 0 may be on any host: ranks look for it on all of them */
     {"slurm_arbitrary",
-     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_STEP_NUM_NODES=3", "SLURM_STEP_NUM_TASKS=4",
-      "SLURM_STEP_NODELIST=n[1-2],x", "SLURM_DISTRIBUTION=arbitrary,pack"},
-     "0/4/0",
-     {"7001", "3", "tcp://n1,n2,x:25134"}},
+     SLURM("0", "4", "0") "SLURM_STEP_ID=3 SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=4 "
+                          "SLURM_STEP_NODELIST=n[1-2],x SLURM_DISTRIBUTION=arbitrary,pack",
+     "0/4/0", "7001*3", "tcp://n1,n2,x:25134"},
     {"slurm_heterogeneous",
-     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_STEP_NUM_NODES=2", "SLURM_STEP_NUM_TASKS=4",
-      "SLURM_STEP_NODELIST=n[1,3]", "SLURM_HET_SIZE=2"},
-     "0/4/0",
-     {"7001", "3", "tcp://n1,n3:25134"}},
+     SLURM("0", "4", "0") "SLURM_STEP_ID=3 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4 "
+                          "SLURM_STEP_NODELIST=n[1,3] SLURM_HET_SIZE=2",
+     "0/4/0", "7001*3", "tcp://n1,n3:25134"},
     {"slurm_arbitrary_on_eight_hosts",
-     {SLURM("0", "9", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=8", "SLURM_JOB_NODELIST=n[1-8]",
-      "SLURM_DISTRIBUTION=arbitrary"},
-     "0/9/0",
-     {"7001", "3", "tcp://n1,n2,n3,n4,n5,n6,n7,n8:25134"}},
+     SLURM("0", "9", "0") "SLURM_STEP_ID=3 SLURM_NNODES=8 SLURM_JOB_NODELIST=n[1-8] "
+                          "SLURM_DISTRIBUTION=arbitrary",
+     "0/9/0", "7001*3", "tcp://n1,n2,n3,n4,n5,n6,n7,n8:25134"},
     {"slurm_arbitrary_on_too_many_hosts",
-     {SLURM("0", "9", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=9", "SLURM_JOB_NODELIST=n[1-9]",
-      "SLURM_DISTRIBUTION=arbitrary"},
-     "0/9/0",
-     {"7001", "3", ""}},
+     SLURM("0", "9", "0") "SLURM_STEP_ID=3 SLURM_NNODES=9 SLURM_JOB_NODELIST=n[1-9] "
+                          "SLURM_DISTRIBUTION=arbitrary",
+     "0/9/0", "7001*3", ""},
     {"slurm_arbitrary_on_one_host",
-     {SLURM("1", "2", "1"), "SLURM_STEP_ID=3", "SLURM_NNODES=1", "SLURM_JOB_NODELIST=n1",
-      "SLURM_DISTRIBUTION=arbitrary"},
-     "1/2/1",
-     {"7001", "3"}},
+     SLURM("1", "2", "1") "SLURM_STEP_ID=3 SLURM_NNODES=1 SLURM_JOB_NODELIST=n1 "
+                          "SLURM_DISTRIBUTION=arbitrary",
+     "1/2/1", "7001*3", "host:"},
     {"slurm_arbitrary_with_a_master",
-     {SLURM("0", "4", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]",
-      "SLURM_DISTRIBUTION=arbitrary", "MASTER_ADDR=n02", "MASTER_PORT=5"},
-     "0/4/0",
-     {"7001", "3", "tcp://n02:5"}},
-    {"slurm_without_a_list",
-     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2"},
-     "4/16/2",
-     {"7001", "3", ""}},
+     SLURM("0", "4", "0") "SLURM_STEP_ID=3 SLURM_NNODES=2 SLURM_JOB_NODELIST=n[01-02] "
+                          "SLURM_DISTRIBUTION=arbitrary MASTER_ADDR=n02 MASTER_PORT=5",
+     "0/4/0", "7001*3", "tcp://n02:5"},
+    {"slurm_without_a_list", SLURM("4", "16", "2") "SLURM_STEP_ID=3 SLURM_NNODES=2", "4/16/2",
+     "7001*3", ""},
     {"slurm_with_a_master",
-     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]",
-      "MASTER_ADDR=ib-n02", "MASTER_PORT=5"},
-     "4/16/2",
-     {"7001", "3", "tcp://ib-n02:5"}},
+     SLURM("4", "16", "2") "SLURM_STEP_ID=3 SLURM_NNODES=2 SLURM_JOB_NODELIST=n[01-02] "
+                           "MASTER_ADDR=ib-n02 MASTER_PORT=5",
+     "4/16/2", "7001*3", "tcp://ib-n02:5"},
     /* the shell that salloc opens is a step of one task */
     {"slurm_interactive_step",
-     {SLURM("0", "16", "0"), "SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1"},
-     "0/1/0",
-     {"", ""}},
+     SLURM("0", "16", "0") "SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1", "0/1/0", "", "host:"},
     /* A batch job's script has the variables of all tasks that it may start. */
-    {"slurm_batch_script", {SLURM("0", "16", "0")}, "0/1/0", {"", ""}},
+    {"slurm_batch_script", SLURM("0", "16", "0"), "0/1/0", "", "host:"},
     {"rank_wins",
-     {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=0", "MASTER_PORT=29500", OMPI("7", "9", "3"),
-      "PMIX_NAMESPACE=other", "PMI_RANK=6"},
-     "1/2/0",
-     {"29500", ""}},
+     OMPI("7", "9",
+          "3") "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_PORT=29500 PMIX_NAMESPACE=other PMI_RANK=6",
+     "1/2/0", "29500", "host:"},
     {"rank_wins_over_slurm",
-     {"RANK=1", "WORLD_SIZE=2", "MASTER_PORT=29500", SLURM("4", "16", "2"), "SLURM_STEP_ID=0"},
-     "1/2/1",
-     {"29500", ""}},
-    {"mpirun_in_a_slurm_step", /* the step is mpirun's own: one task for each host */
-     {OMPI("3", "8", "3"), "PMIX_NAMESPACE=ns1", SLURM("0", "1", "0"), "SLURM_STEP_ID=0"},
-     "3/8/3",
-     {"ns1", ""}},
+     SLURM("4", "16", "2") "RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 SLURM_STEP_ID=0", "1/2/1",
+     "29500", "host:"},
+    /* the step is mpirun's own: one task for each host */
+    {"mpirun_in_a_slurm_step",
+     OMPI("3", "8", "3") SLURM("0", "1", "0") "PMIX_NAMESPACE=ns1 SLURM_STEP_ID=0", "3/8/3", "ns1",
+     "host:"},
     {"mpiexec_in_a_slurm_step",
-     {"PMI_RANK=3", "PMI_SIZE=8", "MPI_LOCALRANKID=3", SLURM("0", "1", "0"), "SLURM_STEP_ID=5"},
-     "3/8/3",
-     {"7001", "5"}},
-    {"mpiexec_in_a_slurm_step_that_says_no_local_rank", /* but other numbers than the step */
-     {PMI("3", "8"), SLURM("0", "1", "0"), "SLURM_STEP_ID=5", "SLURM_STEP_NUM_TASKS=1"},
-     "3/8/3",
-     {"7001", "5"}},
-    {"mpiexec_in_a_slurm_step_with_as_many_ranks", /* its variables are those of the batch script */
-     {PMI("1", "2"), "MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=1", SLURM("0", "16", "0"),
-      "SLURM_STEP_ID=5", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_NODES=2"},
-     "1/2/0",
-     {"7001", "5", ""}},
-    {"mpiexec_in_a_batch_script",
-     {PMI("3", "4"), SLURM("0", "4", "0"), "MASTER_PORT=5"},
-     "3/4/3",
-     {"7001", ""}},
-    {"slurm_pmi2", /* srun --mpi=pmi2 */
-     {PMI("3", "4"), "PMI_JOBID=7001.3", SLURM("3", "4", "1"), "SLURM_STEP_ID=3",
-      "SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_NUM_NODES=2", "SLURM_STEP_NODELIST=n[01-02]"},
-     "3/4/1",
-     {"7001", "3", "tcp://n01:25134"}},
+     SLURM("0", "1", "0") "PMI_RANK=3 PMI_SIZE=8 MPI_LOCALRANKID=3 SLURM_STEP_ID=5", "3/8/3",
+     "7001*5", "host:"},
+    /* but other numbers than the step */
+    {"mpiexec_in_a_slurm_step_that_says_no_local_rank",
+     PMI("3", "8") SLURM("0", "1", "0") "SLURM_STEP_ID=5 SLURM_STEP_NUM_TASKS=1", "3/8/3", "7001*5",
+     "host:"},
+    /* its variables are those of the batch script */
+    {"mpiexec_in_a_slurm_step_with_as_many_ranks",
+     PMI("1", "2") SLURM("0", "16", "0") "MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 SLURM_STEP_ID=5 "
+                                         "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2",
+     "1/2/0", "7001*5", ""},
+    {"mpiexec_in_a_batch_script", PMI("3", "4") SLURM("0", "4", "0") "MASTER_PORT=5", "3/4/3",
+     "7001", "host:"},
+    /* srun --mpi=pmi2 */
+    {"slurm_pmi2",
+     PMI("3", "4") SLURM("3", "4", "1") "PMI_JOBID=7001.3 SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=4 "
+                                        "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=n[01-02]",
+     "3/4/1", "7001*3", "tcp://n01:25134"},
     {"slurm_pmi2_of_an_older_slurm",
-     {PMI("3", "4"), "PMI_JOBID=7001.3", SLURM("3", "4", "1"), "SLURM_STEP_ID=3", "SLURM_NNODES=2",
-      "SLURM_JOB_NODELIST=n[01-02]"},
-     "3/4/1",
-     {"7001", "3", "tcp://n01:25134"}},
-    {"flux_pmi", {PMI("3", "4"), FLUX("3", "4", "2")}, "3/4/1", {"f23", "", ""}},
+     PMI("3", "4") SLURM("3", "4", "1") "PMI_JOBID=7001.3 SLURM_STEP_ID=3 SLURM_NNODES=2 "
+                                        "SLURM_JOB_NODELIST=n[01-02]",
+     "3/4/1", "7001*3", "tcp://n01:25134"},
+    {"flux_pmi", PMI("3", "4") FLUX("3", "4", "2"), "3/4/1", "f23", ""},
     {"mpiexec_in_flux",
-     {PMI("5", "8"), "MPI_LOCALRANKID=2", "MPI_LOCALNRANKS=8", FLUX("0", "1", "1"),
-      "FSDP_JOB_ID=m"},
-     "5/8/2",
-     {"m", ""}},
-    {"pmi_local",
-     {PMI("3", "4"), "PMI_LOCAL_RANK=1", "PMI_LOCAL_SIZE=4", "FSDP_JOB_ID=p"},
-     "3/4/1",
-     {"p", ""}},
-    {"pmi_local_on_several_hosts",
-     {PMI("3", "4"), "PMI_LOCAL_RANK=1", "PMI_LOCAL_SIZE=2", "FSDP_JOB_ID=p"},
-     "3/4/1",
-     {"p", "", ""}},
-    /* a script that exports RANK and WORLD_SIZE: the other values come from the launcher below
-       it */
+     PMI("5", "8") FLUX("0", "1", "1") "MPI_LOCALRANKID=2 MPI_LOCALNRANKS=8 FSDP_JOB_ID=m", "5/8/2",
+     "m", "host:"},
+    {"pmi_local", PMI("3", "4") "PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 FSDP_JOB_ID=p", "3/4/1", "p",
+     "host:"},
+    {"pmi_local_on_several_hosts", PMI("3", "4") "PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 FSDP_JOB_ID=p",
+     "3/4/1", "p", ""},
+    /* a script that exports RANK and WORLD_SIZE: the other values come from the launcher below it */
     {"rank_exported_under_srun",
-     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=29500", SLURM("3", "4", "1"), "SLURM_STEP_ID=3",
-      "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
-     "3/4/1",
-     {"29500", "", "tcp://n01:25134"}},
+     SLURM("3", "4", "1") "RANK=3 WORLD_SIZE=4 MASTER_PORT=29500 SLURM_STEP_ID=3 SLURM_NNODES=2 "
+                          "SLURM_JOB_NODELIST=n[01-02]",
+     "3/4/1", "29500", "tcp://n01:25134"},
     {"rank_exported_under_mpirun",
-     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=29500", OMPI("3", "4", "1"),
-      "OMPI_COMM_WORLD_LOCAL_SIZE=2"},
-     "3/4/1",
-     {"29500", "", ""}},
-    {"torchrun_under_srun", /* one torchrun for each node */
-     {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=29500",
-      SLURM("1", "2", "0"), "SLURM_STEP_ID=3", "SLURM_NNODES=2"},
-     "1/2/1",
-     {"29500", ""}},
-    {"empty_is_not_set",
-     {"RANK=", "WORLD_SIZE=", OMPI("2", "6", "1"), "PMIX_NAMESPACE=abc", "FSDP_JOB_ID="},
-     "2/6/1",
-     {"abc", ""}},
+     OMPI("3", "4", "1") "RANK=3 WORLD_SIZE=4 MASTER_PORT=29500 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+     "3/4/1", "29500", ""},
+    /* one torchrun for each node */
+    {"torchrun_under_srun",
+     SLURM("1", "2", "0") "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500 "
+                          "SLURM_STEP_ID=3 SLURM_NNODES=2",
+     "1/2/1", "29500", "host:"},
+    {"empty_is_not_set", OMPI("2", "6", "1") "RANK= WORLD_SIZE= PMIX_NAMESPACE=abc FSDP_JOB_ID=",
+     "2/6/1", "abc", "host:"},
 };
 
 TEST_P(launch, environment, found) {
     fsdp_world *w;
-    char ranks[64];
+    char ranks[64], job[100];
     environment(row->variables, 0);
     CALL(NULL, start(&w));
     snprintf(ranks, sizeof ranks, "%d/%d/%d", seen.rank, seen.size, seen.local);
     CHECK_EQ_STR(ranks, row->ranks);
     CHECK_EQ_INT(seen.opened, seen.size > 1 ? seen.size : 0); /* one rank needs no backend */
-    for (int i = 0; i < 2; i++)
-        CHECK_MSG(strstr(seen.job, row->names[i]), "job \"%s\" has no \"%s\"", seen.job,
-                  row->names[i]);
-    const char *store = row->names[2] ? row->names[2] : "host:";
-    if (strncmp(store, "file:", 5) == 0)
-        seen.store[strlen(store)] = 0; /* the rest is this test's */
-    if (seen.size > 1) CHECK_EQ_STR(seen.store, store);
+    snprintf(job, sizeof job, "*%s*", row->job);
+    CHECK_MSG(!fnmatch(job, seen.job, 0), "job \"%s\" is not like \"%s\"", seen.job, job);
+    if (strncmp(row->store, "file:", 5) == 0)
+        seen.store[strlen(row->store)] = 0; /* the rest is this test's */
+    if (seen.size > 1) CHECK_EQ_STR(seen.store, row->store);
 }
 
 /* RANK and WORLD_SIZE have priority. If each rank is its own world by them, though the launcher
    has started several ranks, they may be left from an earlier job: a warning says so. */
 static const struct {
-    const char *name, *variables[VARIABLES_MAX], *told; /* NULL: no warning */
+    const char *name, *variables, *told; /* NULL: no warning */
 } alones[] = {
-    {"mpirun", {"RANK=0", "WORLD_SIZE=1", OMPI("1", "2", "1")}, "OMPI_COMM_WORLD_SIZE is 2"},
-    {"srun",
-     {"RANK=0", "WORLD_SIZE=1", SLURM("1", "4", "1"), "SLURM_STEP_ID=0"},
-     "SLURM_NTASKS is 4"},
-    {"batch_script", {"RANK=0", "WORLD_SIZE=1", SLURM("0", "4", "0")}, NULL},
-    {"one_process", {"RANK=0", "WORLD_SIZE=1", OMPI("0", "1", "0")}, NULL},
-    {"torchrun", {"RANK=0", "WORLD_SIZE=1", "TORCHELASTIC_RUN_ID=x", OMPI("1", "2", "1")}, NULL},
-    {"fsdprun", {"RANK=0", "WORLD_SIZE=1", "FSDP_JOB_ID=x", OMPI("1", "2", "1")}, NULL},
-    {"nothing_left", {OMPI("0", "1", "0")}, NULL},
+    {"mpirun", OMPI("1", "2", "1") "RANK=0 WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE is 2"},
+    {"srun", SLURM("1", "4", "1") "RANK=0 WORLD_SIZE=1 SLURM_STEP_ID=0", "SLURM_NTASKS is 4"},
+    {"batch_script", SLURM("0", "4", "0") "RANK=0 WORLD_SIZE=1", NULL},
+    {"one_process", OMPI("0", "1", "0") "RANK=0 WORLD_SIZE=1", NULL},
+    {"torchrun", OMPI("1", "2", "1") "RANK=0 WORLD_SIZE=1 TORCHELASTIC_RUN_ID=x", NULL},
+    {"fsdprun", OMPI("1", "2", "1") "RANK=0 WORLD_SIZE=1 FSDP_JOB_ID=x", NULL},
+    {"nothing_left", OMPI("0", "1", "0"), NULL},
 };
 static char told[1024];
 static void keep_warning(int level, fsdp_status code, int rank, const char *text, void *user) {
@@ -380,42 +318,33 @@ TEST_P(launch, warns_of_single_ranks, alones) {
 }
 
 /* A wrong value of a launcher's variable is an error that names it. */
-#define TORCHRUN(rank, size) "RANK=" rank, "WORLD_SIZE=" size, "MASTER_ADDR=h", "MASTER_PORT=1"
+#define TORCHRUN(rank, size) "RANK=" rank " WORLD_SIZE=" size " MASTER_ADDR=h MASTER_PORT=1 "
 static const struct {
-    const char *name, *variables[VARIABLES_MAX], *text;
+    const char *name, *variables, *text;
 } wrong_values[] = {
-    {"rank", {TORCHRUN("one", "2")}, "RANK is 'one', expected an integer from 0 to "},
-    {"negative_rank", {TORCHRUN("-1", "2")}, "RANK is '-1', expected an integer from 0 to "},
-    {"fraction", {TORCHRUN("0.5", "2")}, "RANK is '0.5', expected an integer from 0 to "},
-    {"blank_after", {TORCHRUN("1 ", "2")}, "RANK is '1 ', expected an integer from 0 to "},
-    {"world_size", {TORCHRUN("0", "0")}, "WORLD_SIZE is '0', expected an integer from 1 to "},
-    {"too_large",
-     {TORCHRUN("0", "4294967298")},
+    {"rank", TORCHRUN("one", "2"), "RANK is 'one', expected an integer from 0 to "},
+    {"negative_rank", TORCHRUN("-1", "2"), "RANK is '-1', expected an integer from 0 to "},
+    {"fraction", TORCHRUN("0.5", "2"), "RANK is '0.5', expected an integer from 0 to "},
+    {"blank_after", TORCHRUN("1%_", "2"), "RANK is '1 ', expected an integer from 0 to "},
+    {"world_size", TORCHRUN("0", "0"), "WORLD_SIZE is '0', expected an integer from 1 to "},
+    {"too_large", TORCHRUN("0", "4294967298"),
      "WORLD_SIZE is '4294967298', expected an integer from 1 to 2147483647"},
-    {"local_rank",
-     {TORCHRUN("0", "2"), "LOCAL_RANK=x"},
+    {"local_rank", TORCHRUN("0", "2") "LOCAL_RANK=x",
      "LOCAL_RANK is 'x', expected an integer from 0 to "},
-    {"local_world_size",
-     {TORCHRUN("0", "2"), "LOCAL_WORLD_SIZE=two"},
+    {"local_world_size", TORCHRUN("0", "2") "LOCAL_WORLD_SIZE=two",
      "LOCAL_WORLD_SIZE is 'two', expected an integer from 1 to "},
-    {"open_mpi",
-     {OMPI("0", "2", "0"), "OMPI_COMM_WORLD_LOCAL_SIZE=0", "PMIX_NAMESPACE=1"},
+    {"open_mpi", OMPI("0", "2", "0") "OMPI_COMM_WORLD_LOCAL_SIZE=0 PMIX_NAMESPACE=1",
      "OMPI_COMM_WORLD_LOCAL_SIZE is '0', expected an integer from 1 to "},
-    {"flux", {FLUX("0", "2", "1k")}, "FLUX_JOB_NNODES is '1k', expected an integer from 1 to "},
-    {"slurm",
-     {SLURM("0", "4", "0"), "SLURM_STEP_ID=0", "SLURM_NNODES=-2"},
+    {"flux", FLUX("0", "2", "1k"), "FLUX_JOB_NNODES is '1k', expected an integer from 1 to "},
+    {"slurm", SLURM("0", "4", "0") "SLURM_STEP_ID=0 SLURM_NNODES=-2",
      "SLURM_NNODES is '-2', expected an integer from 1 to "},
-    {"timeout",
-     {TORCHRUN("0", "2"), "FSDP_TIMEOUT_MS=1e3"},
+    {"timeout", TORCHRUN("0", "2") "FSDP_TIMEOUT_MS=1e3",
      "FSDP_TIMEOUT_MS is '1e3', expected an integer from 1 to "},
-    {"comm_threads",
-     {TORCHRUN("0", "2"), "FSDP_COMM_THREADS=3", "FSDP_LANES=1"},
+    {"comm_threads", TORCHRUN("0", "2") "FSDP_COMM_THREADS=3 FSDP_LANES=1",
      "FSDP_COMM_THREADS is '3', expected an integer from 0 to 2"},
-    {"comm_threads_by_the_old_name",
-     {TORCHRUN("0", "2"), "FSDP_LANES=3"},
+    {"comm_threads_by_the_old_name", TORCHRUN("0", "2") "FSDP_LANES=3",
      "FSDP_LANES is '3', expected an integer from 0 to 2"},
-    {"log_level",
-     {TORCHRUN("0", "2"), "FSDP_LOG_LEVEL=debug"},
+    {"log_level", TORCHRUN("0", "2") "FSDP_LOG_LEVEL=debug",
      "FSDP_LOG_LEVEL is 'debug', expected error, warn, info or none"},
 };
 TEST_P(launch, wrong_values, wrong_values) {
@@ -448,10 +377,8 @@ static const struct {
     {"too_large", "n[1-99999999999999999999]", "", NULL},
     {"only_a_bracket", "[", "", NULL}};
 TEST_P(launch, slurm_hosts, hostlists) {
-    static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_STEP_ID=0",
-                                                         "SLURM_NNODES=2"};
     fsdp_world *w;
-    environment(variables, 0);
+    environment(SLURM("0", "4", "0") "SLURM_STEP_ID=0 SLURM_NNODES=2", 0);
     CHECK_EQ_INT(setenv("SLURM_JOB_NODELIST", row->list, 1), 0);
     for (int arbitrary = 0; arbitrary < 2; arbitrary++) {
         const char *hosts = arbitrary && row->all ? row->all : row->host;
@@ -465,14 +392,12 @@ TEST_P(launch, slurm_hosts, hostlists) {
 
 /* Two steps of one job, and steps of neighbouring jobs, have different ports. */
 TEST(launch, slurm_ports) {
-    static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_NNODES=2",
-                                                         "SLURM_JOB_NODELIST=n"};
     static const char *const ids[][3] = {{"7001", "1", "tcp://n:25132"},
                                          {"7002", "0", "tcp://n:25262"},
                                          {"4294967295", "3", "tcp://n:23648"},
                                          {"1", "4294967279", "tcp://n:31410"}};
     fsdp_world *w;
-    environment(variables, 0);
+    environment(SLURM("0", "4", "0") "SLURM_NNODES=2 SLURM_JOB_NODELIST=n", 0);
     for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {
         setenv("SLURM_JOB_ID", ids[i][0], 1);
         setenv("SLURM_STEP_ID", ids[i][1], 1);
@@ -482,10 +407,8 @@ TEST(launch, slurm_ports) {
 }
 
 TEST(launch, store_of_the_desc_wins) {
-    static const char *const variables[VARIABLES_MAX] = {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=h",
-                                                         "MASTER_PORT=1", "FSDP_STORE=tcp://b:2"};
     fsdp_world *w;
-    environment(variables, 0);
+    environment("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 FSDP_STORE=tcp://b:2", 0);
     CALL(NULL, start_at("tcp://c:3", &w));
     CHECK_EQ_STR(seen.store, "tcp://c:3");
     CALL(NULL, start_at("", &w)); /* as if it were not given */
@@ -493,10 +416,9 @@ TEST(launch, store_of_the_desc_wins) {
 }
 
 TEST(launch, store_is_too_long) {
-    static const char *const variables[VARIABLES_MAX] = {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1"};
     static char name[5000];
     fsdp_world *w;
-    environment(variables, 0);
+    environment("RANK=0 WORLD_SIZE=2 MASTER_PORT=1", 0);
     memset(name, 'x', sizeof name - 1);
     CHECK_EQ_INT(setenv("FSDP_STORE", name, 1), 0);
     CHECK_STATUS(start(&w), FSDP_ERR_INVALID_ARG);
@@ -504,42 +426,32 @@ TEST(launch, store_is_too_long) {
 }
 
 /* A desc with ranks must name its job, unless its ranks are the launcher's. */
-#define FSDPRUN(rank, size) TORCHRUN(rank, size), "FSDP_JOB_ID=fsdprun-1"
+#define FSDPRUN(rank, size) TORCHRUN(rank, size) "FSDP_JOB_ID=fsdprun-1 "
 static const struct {
-    const char *name, *variables[VARIABLES_MAX];
+    const char *name, *variables;
     int rank, size;  /* set in the desc */
     const char *job; /* set in the desc */
     int is_threads;
     const char *refused; /* part of the error text; NULL: a world of that size is opened */
 } desc_ranks[] = {
-    {"as_the_launcher", {FSDPRUN("1", "4")}, 1, 4, NULL, 0, NULL},
-    {"half_of_fsdprun", {FSDPRUN("2", "4")}, 1, 2, NULL, 0, "the launcher says rank 2 of 4"},
-    {"same_rank_of_half", {FSDPRUN("0", "4")}, 0, 2, NULL, 0, "(RANK, WORLD_SIZE)"},
-    {"other_rank", {FSDPRUN("0", "4")}, 3, 4, NULL, 0, "the launcher says rank 0 of 4"},
-    {"more_than_the_launcher", {FSDPRUN("0", "1")}, 1, 2, NULL, 0, "says rank 0 of 1"},
-    {"half_of_mpirun",
-     {OMPI("3", "4", "3"), "PMIX_NAMESPACE=ns"},
-     1,
-     2,
-     NULL,
-     0,
+    {"as_the_launcher", FSDPRUN("1", "4"), 1, 4, NULL, 0, NULL},
+    {"half_of_fsdprun", FSDPRUN("2", "4"), 1, 2, NULL, 0, "the launcher says rank 2 of 4"},
+    {"same_rank_of_half", FSDPRUN("0", "4"), 0, 2, NULL, 0, "(RANK, WORLD_SIZE)"},
+    {"other_rank", FSDPRUN("0", "4"), 3, 4, NULL, 0, "the launcher says rank 0 of 4"},
+    {"more_than_the_launcher", FSDPRUN("0", "1"), 1, 2, NULL, 0, "says rank 0 of 1"},
+    {"half_of_mpirun", OMPI("3", "4", "3") "PMIX_NAMESPACE=ns", 1, 2, NULL, 0,
      "(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"},
-    {"half_of_srun", {SLURM("3", "4", "3"), "SLURM_STEP_ID=0"}, 1, 2, NULL, 0, "SLURM_NTASKS)"},
-    {"with_a_store",
-     {FSDPRUN("2", "4"), "FSDP_STORE=tcp://h:1"},
-     1,
-     2,
-     NULL,
-     0,
+    {"half_of_srun", SLURM("3", "4", "3") "SLURM_STEP_ID=0", 1, 2, NULL, 0, "SLURM_NTASKS)"},
+    {"with_a_store", FSDPRUN("2", "4") "FSDP_STORE=tcp://h:1", 1, 2, NULL, 0,
      "fsdp_world_desc.job"},
-    {"launcher_is_wrong", {TORCHRUN("x", "4")}, 1, 2, NULL, 0, "RANK is 'x'"},
-    {"with_a_job", {FSDPRUN("2", "4")}, 1, 2, "even", 0, NULL},
-    {"with_a_job_launcher_is_wrong", {TORCHRUN("x", "4")}, 1, 2, "even", 0, NULL},
-    {"threads", {FSDPRUN("2", "4")}, 1, 2, NULL, 1, NULL},
-    {"alone", {FSDPRUN("2", "4")}, 0, 1, NULL, 0, NULL},
-    {"batch_script", {SLURM("0", "4", "0"), "FSDP_JOB_ID=mine"}, 1, 2, NULL, 0, NULL},
-    {"no_launcher", {"FSDP_JOB_ID=mine"}, 1, 2, NULL, 0, NULL},
-    {"no_launcher_but_a_port", {"MASTER_PORT=7"}, 1, 2, NULL, 0, NULL},
+    {"launcher_is_wrong", TORCHRUN("x", "4"), 1, 2, NULL, 0, "RANK is 'x'"},
+    {"with_a_job", FSDPRUN("2", "4"), 1, 2, "even", 0, NULL},
+    {"with_a_job_launcher_is_wrong", TORCHRUN("x", "4"), 1, 2, "even", 0, NULL},
+    {"threads", FSDPRUN("2", "4"), 1, 2, NULL, 1, NULL},
+    {"alone", FSDPRUN("2", "4"), 0, 1, NULL, 0, NULL},
+    {"batch_script", SLURM("0", "4", "0") "FSDP_JOB_ID=mine", 1, 2, NULL, 0, NULL},
+    {"no_launcher", "FSDP_JOB_ID=mine", 1, 2, NULL, 0, NULL},
+    {"no_launcher_but_a_port", "MASTER_PORT=7", 1, 2, NULL, 0, NULL},
 };
 TEST_P(launch, desc_ranks, desc_ranks) {
     static fsdp_threads threads;
@@ -558,51 +470,36 @@ TEST_P(launch, desc_ranks, desc_ranks) {
 
 /* Jobs of one host must not meet: their names differ. */
 static const struct {
-    const char *name, *a[VARIABLES_MAX], *b[VARIABLES_MAX];
+    const char *name, *a, *b;
 } apart[] = {
-    {"ports",
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1"},
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=2"}},
-    {"restarts",
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0"},
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=1"}},
-    {"mpiruns",
-     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1"},
-     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=2"}},
-    {"slurm_steps",
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=1"},
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=11"}},
-    {"slurm_jobs",
-     {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=1", "SLURM_STEP_ID=11"},
-     {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=11", "SLURM_STEP_ID=1"}},
-    {"requeued",
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0"},
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=1"}},
-    {"requeued_again",
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=1"},
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_RESTART_COUNT=11"}},
-    {"requeued_with_a_name", /* given by the batch script */
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine"},
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "FSDP_JOB_ID=mine", "SLURM_RESTART_COUNT=1"}},
-    {"requeued_torchrun", /* which counts from 0 again */
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0"},
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0",
-      "SLURM_RESTART_COUNT=1"}},
-    {"requeued_or_restarted",
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=1"},
-     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "SLURM_RESTART_COUNT=1"}},
-    {"restarted_with_a_name",
-     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=mine", "TORCHELASTIC_RESTART_COUNT=0"},
-     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=mine", "TORCHELASTIC_RESTART_COUNT=1"}},
-    {"requeued_mpirun",
-     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1"},
-     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1", "SLURM_RESTART_COUNT=1"}},
-    {"requeued_mpiexec",
-     {PMI("0", "2"), "MPI_LOCALRANKID=0", "MASTER_PORT=1"},
-     {PMI("0", "2"), "MPI_LOCALRANKID=0", "MASTER_PORT=1", "SLURM_RESTART_COUNT=1"}},
-    {"requeued_file",
-     {"RANK=0", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x"},
-     {"RANK=0", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x", "SLURM_RESTART_COUNT=1"}},
+    {"ports", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1", "RANK=0 WORLD_SIZE=2 MASTER_PORT=2"},
+    {"restarts", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 TORCHELASTIC_RESTART_COUNT=0",
+     "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 TORCHELASTIC_RESTART_COUNT=1"},
+    {"mpiruns", OMPI("0", "2", "0") "PMIX_NAMESPACE=1", OMPI("0", "2", "0") "PMIX_NAMESPACE=2"},
+    {"slurm_steps", SLURM("0", "2", "0") "SLURM_STEP_ID=1",
+     SLURM("0", "2", "0") "SLURM_STEP_ID=11"},
+    {"slurm_jobs", "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=1 SLURM_STEP_ID=11",
+     "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=11 SLURM_STEP_ID=1"},
+    {"requeued", SLURM("0", "2", "0") "SLURM_STEP_ID=0",
+     SLURM("0", "2", "0") "SLURM_STEP_ID=0 SLURM_RESTART_COUNT=1"},
+    {"requeued_again", SLURM("0", "2", "0") "SLURM_STEP_ID=0 SLURM_RESTART_COUNT=1",
+     SLURM("0", "2", "0") "SLURM_STEP_ID=0 SLURM_RESTART_COUNT=11"},
+    /* given by the batch script */
+    {"requeued_with_a_name", SLURM("0", "2", "0") "SLURM_STEP_ID=0 FSDP_JOB_ID=mine",
+     SLURM("0", "2", "0") "SLURM_STEP_ID=0 FSDP_JOB_ID=mine SLURM_RESTART_COUNT=1"},
+    /* which counts from 0 again */
+    {"requeued_torchrun", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 TORCHELASTIC_RESTART_COUNT=0",
+     "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 TORCHELASTIC_RESTART_COUNT=0 SLURM_RESTART_COUNT=1"},
+    {"requeued_or_restarted", "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 TORCHELASTIC_RESTART_COUNT=1",
+     "RANK=0 WORLD_SIZE=2 MASTER_PORT=1 SLURM_RESTART_COUNT=1"},
+    {"restarted_with_a_name", "RANK=0 WORLD_SIZE=2 FSDP_JOB_ID=mine TORCHELASTIC_RESTART_COUNT=0",
+     "RANK=0 WORLD_SIZE=2 FSDP_JOB_ID=mine TORCHELASTIC_RESTART_COUNT=1"},
+    {"requeued_mpirun", OMPI("0", "2", "0") "PMIX_NAMESPACE=1",
+     OMPI("0", "2", "0") "PMIX_NAMESPACE=1 SLURM_RESTART_COUNT=1"},
+    {"requeued_mpiexec", PMI("0", "2") "MPI_LOCALRANKID=0 MASTER_PORT=1",
+     PMI("0", "2") "MPI_LOCALRANKID=0 MASTER_PORT=1 SLURM_RESTART_COUNT=1"},
+    {"requeued_file", "RANK=0 WORLD_SIZE=2 FSDP_STORE=file:///shared/x",
+     "RANK=0 WORLD_SIZE=2 FSDP_STORE=file:///shared/x SLURM_RESTART_COUNT=1"},
 };
 TEST_P(launch, jobs_have_different_names, apart) {
     char first[sizeof seen.job];
@@ -618,11 +515,10 @@ TEST_P(launch, jobs_have_different_names, apart) {
 /* Names without restart counts: before the first restart, and fsdprun's, which has the counts
    already. */
 static const struct {
-    const char *name, *variables[VARIABLES_MAX], *job;
+    const char *name, *variables, *job;
 } kept[] = {
-    {"no_restart", {SLURM("0", "2", "0"), "SLURM_STEP_ID=5", "SLURM_RESTART_COUNT=0"}, "7001:5::"},
-    {"fsdprun",
-     {"RANK=0", "WORLD_SIZE=2", "FSDP_JOB_ID=fsdprun-h:1:S2", "SLURM_RESTART_COUNT=2"},
+    {"no_restart", SLURM("0", "2", "0") "SLURM_STEP_ID=5 SLURM_RESTART_COUNT=0", "7001:5::"},
+    {"fsdprun", "RANK=0 WORLD_SIZE=2 FSDP_JOB_ID=fsdprun-h:1:S2 SLURM_RESTART_COUNT=2",
      "fsdprun-h:1:S2"},
 };
 TEST_P(launch, restart_counts_are_added_once, kept) {
@@ -635,12 +531,10 @@ TEST_P(launch, restart_counts_are_added_once, kept) {
 /* A name that the program sets gets the counts, too; a name that becomes too long is refused,
    not cut. */
 TEST(launch, restart_counts_in_names_of_the_program) {
-    static const char *const variables[VARIABLES_MAX] = {"SLURM_RESTART_COUNT=12",
-                                                         "TORCHELASTIC_RESTART_COUNT=3"};
     fsdp_world_desc d = FSDP_ZERO;
     fsdp_world *w = NULL;
     char name[128];
-    environment(variables, 0);
+    environment("SLURM_RESTART_COUNT=12 TORCHELASTIC_RESTART_COUNT=3", 0);
     d.rank = 0, d.world_size = 2, d.job = "even";
     CALL(NULL, start_as(d, &w));
     CHECK_EQ_STR(seen.job, "even:T3:S12");
@@ -657,76 +551,73 @@ TEST(launch, restart_counts_in_names_of_the_program) {
 }
 
 static const struct {
-    const char *name, *variables[VARIABLES_MAX], *text[2];
+    const char *name, *variables, *text, *more;
 } wrong[] = {
-    {"rank", {"RANK=one", "WORLD_SIZE=2"}, {"RANK", "'one'"}},
-    {"rank_below_0", {"RANK=-1", "WORLD_SIZE=2"}, {"RANK", "'-1'"}},
-    {"rank_and_more", {"RANK=1x", "WORLD_SIZE=2"}, {"RANK", "'1x'"}},
-    {"size_0", {"RANK=0", "WORLD_SIZE=0"}, {"WORLD_SIZE", "'0'"}},
-    {"size_too_large", {"RANK=0", "WORLD_SIZE=99999999999"}, {"WORLD_SIZE", "'99999999999'"}},
-    {"local_rank", {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=a"}, {"LOCAL_RANK", "'a'"}},
-    {"no_size", {"RANK=0", "MASTER_PORT=1"}, {"RANK is set", "WORLD_SIZE is not"}},
-    {"no_rank", {"WORLD_SIZE=2", "MASTER_PORT=1"}, {"WORLD_SIZE is set", "RANK is not"}},
-    {"rank_without_its_size_below_open_mpi",
-     {"RANK=0", OMPI("0", "2", "0")},
-     {"RANK is set", "WORLD_SIZE is not"}},
-    {"rank_too_large", {"RANK=4", "WORLD_SIZE=4", "MASTER_PORT=1"}, {"RANK is 4", "WORLD_SIZE"}},
-    {"open_mpi_rank_too_large",
-     {OMPI("4", "2", "0")},
-     {"OMPI_COMM_WORLD_RANK is 4", "OMPI_COMM_WORLD_SIZE"}},
-    {"open_mpi_rank", {OMPI("x", "2", "0")}, {"OMPI_COMM_WORLD_RANK", "'x'"}},
-    {"open_mpi_size", {OMPI("0", "-2", "0")}, {"OMPI_COMM_WORLD_SIZE", "'-2'"}},
-    {"open_mpi_local", {OMPI("0", "2", "?")}, {"OMPI_COMM_WORLD_LOCAL_RANK", "'?'"}},
-    {"open_mpi_no_size",
-     {"OMPI_COMM_WORLD_RANK=1"},
-     {"OMPI_COMM_WORLD_RANK is set", "OMPI_COMM_WORLD_SIZE is not"}},
-    {"pmi_rank", {"PMI_RANK=1.5", "PMI_SIZE=2"}, {"PMI_RANK", "'1.5'"}},
-    {"pmi_size", {"PMI_RANK=1", "PMI_SIZE=two"}, {"PMI_SIZE", "'two'"}},
-    {"pmi_no_size", {"PMI_RANK=1"}, {"PMI_RANK is set", "PMI_SIZE is not"}},
-    {"slurm_rank", {SLURM("a", "2", "0"), "SLURM_STEP_ID=0"}, {"SLURM_PROCID", "'a'"}},
-    {"slurm_size", {SLURM("0", "0", "0"), "SLURM_STEP_ID=0"}, {"SLURM_NTASKS", "'0'"}},
-    {"slurm_step_size",
-     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=x"},
-     {"SLURM_STEP_NUM_TASKS", "'x'"}},
-    {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
-    {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
-    {"restart_count_is_no_name", /* other jobs have been restarted, too */
-     {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RESTART_COUNT=1", "SLURM_RESTART_COUNT=1"},
-     {"2 ranks need a common job name", "that sets RANK gives none"}},
-    {"mpiexec_in_a_batch_script", /* another one in it would have the same name */
-     {PMI("0", "2"), "MPI_LOCALRANKID=0", SLURM("0", "4", "0")},
-     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"rank", "RANK=one WORLD_SIZE=2", "RANK", "'one'"},
+    {"rank_below_0", "RANK=-1 WORLD_SIZE=2", "RANK", "'-1'"},
+    {"rank_and_more", "RANK=1x WORLD_SIZE=2", "RANK", "'1x'"},
+    {"size_0", "RANK=0 WORLD_SIZE=0", "WORLD_SIZE", "'0'"},
+    {"size_too_large", "RANK=0 WORLD_SIZE=99999999999", "WORLD_SIZE", "'99999999999'"},
+    {"local_rank", "RANK=0 WORLD_SIZE=2 LOCAL_RANK=a", "LOCAL_RANK", "'a'"},
+    {"no_size", "RANK=0 MASTER_PORT=1", "RANK is set", "WORLD_SIZE is not"},
+    {"no_rank", "WORLD_SIZE=2 MASTER_PORT=1", "WORLD_SIZE is set", "RANK is not"},
+    {"rank_without_its_size_below_open_mpi", OMPI("0", "2", "0") "RANK=0", "RANK is set",
+     "WORLD_SIZE is not"},
+    {"rank_too_large", "RANK=4 WORLD_SIZE=4 MASTER_PORT=1", "RANK is 4", "WORLD_SIZE"},
+    {"open_mpi_rank_too_large", OMPI("4", "2", "0"), "OMPI_COMM_WORLD_RANK is 4",
+     "OMPI_COMM_WORLD_SIZE"},
+    {"open_mpi_rank", OMPI("x", "2", "0"), "OMPI_COMM_WORLD_RANK", "'x'"},
+    {"open_mpi_size", OMPI("0", "-2", "0"), "OMPI_COMM_WORLD_SIZE", "'-2'"},
+    {"open_mpi_local", OMPI("0", "2", "?"), "OMPI_COMM_WORLD_LOCAL_RANK", "'?'"},
+    {"open_mpi_no_size", "OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_RANK is set",
+     "OMPI_COMM_WORLD_SIZE is not"},
+    {"pmi_rank", "PMI_RANK=1.5 PMI_SIZE=2", "PMI_RANK", "'1.5'"},
+    {"pmi_size", "PMI_RANK=1 PMI_SIZE=two", "PMI_SIZE", "'two'"},
+    {"pmi_no_size", "PMI_RANK=1", "PMI_RANK is set", "PMI_SIZE is not"},
+    {"slurm_rank", SLURM("a", "2", "0") "SLURM_STEP_ID=0", "SLURM_PROCID", "'a'"},
+    {"slurm_size", SLURM("0", "0", "0") "SLURM_STEP_ID=0", "SLURM_NTASKS", "'0'"},
+    {"slurm_step_size", SLURM("0", "2", "0") "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=x",
+     "SLURM_STEP_NUM_TASKS", "'x'"},
+    {"slurm_local", SLURM("0", "2", "z") "SLURM_STEP_ID=0", "SLURM_LOCALID", "'z'"},
+    {"no_name", "RANK=0 WORLD_SIZE=2", "2 ranks need a common job name", "FSDP_JOB_ID"},
+    /* other jobs have been restarted, too */
+    {"restart_count_is_no_name",
+     "RANK=0 WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=1 SLURM_RESTART_COUNT=1",
+     "2 ranks need a common job name", "that sets RANK gives none"},
+    /* another one in it would have the same name */
+    {"mpiexec_in_a_batch_script", PMI("0", "2") SLURM("0", "4", "0") "MPI_LOCALRANKID=0",
+     "2 ranks need a common job name", "FSDP_JOB_ID"},
     {"mpiexec_in_the_shell_of_salloc",
-     {PMI("0", "2"), "MPI_LOCALRANKID=0", SLURM("0", "4", "0"), "SLURM_STEP_ID=4294967290",
-      "SLURM_STEP_NUM_TASKS=1"},
-     {"2 ranks need a common job name", "FSDP_JOB_ID"}},
-    {"torchrun_within_fsdprun", /* each of two such torchruns has a rank 0 of that name */
-     {"RANK=0", "WORLD_SIZE=2", "TORCHELASTIC_RUN_ID=none", "FSDP_JOB_ID=fsdprun-77-1.2"},
-     {"FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"}},
-    {"mpirun_within_fsdprun", /* its ranks all inherit the RANK of one fsdprun rank */
-     {"RANK=0", "WORLD_SIZE=2", OMPI("1", "2", "1"), "FSDP_JOB_ID=fsdprun-77-1.2"},
-     {"OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"}},
-    {"no_name_pmi",
-     {"PMI_RANK=1", "PMI_SIZE=2"},
-     {"the launcher that sets PMI_RANK gives none", "'mpiexec -genv FSDP_JOB_ID NAME ...'"}},
+     PMI("0", "2")
+         SLURM("0", "4", "0") "MPI_LOCALRANKID=0 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1",
+     "2 ranks need a common job name", "FSDP_JOB_ID"},
+    /* each of two such torchruns has a rank 0 of that name */
+    {"torchrun_within_fsdprun",
+     "RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none FSDP_JOB_ID=fsdprun-77-1.2",
+     "FSDP_JOB_ID is 'fsdprun-77-1.2'", "TORCHELASTIC_RUN_ID is set"},
+    /* its ranks all inherit the RANK of one fsdprun rank */
+    {"mpirun_within_fsdprun", OMPI("1", "2", "1") "RANK=0 WORLD_SIZE=2 FSDP_JOB_ID=fsdprun-77-1.2",
+     "OMPI_COMM_WORLD_LOCAL_RANK is set", "unset RANK, WORLD_SIZE, FSDP_JOB_ID"},
+    {"no_name_pmi", "PMI_RANK=1 PMI_SIZE=2", "the launcher that sets PMI_RANK gives none",
+     "'mpiexec -genv FSDP_JOB_ID NAME ...'"},
 };
 TEST_P(launch, wrong, wrong) {
     fsdp_world *w = NULL;
     environment(row->variables, 0);
     CHECK_STATUS(start(&w), FSDP_ERR_INVALID_ARG);
     CHECK(w == NULL && seen.opened == 0);
-    for (int i = 0; i < 2; i++)
-        CHECK_MSG(strstr(fsdp_last_error(NULL), row->text[i]), "\"%s\" does not say \"%s\"",
-                  fsdp_last_error(NULL), row->text[i]);
+    for (int i = 0; i < 2; i++) {
+        const char *text = i ? row->more : row->text;
+        CHECK_MSG(strstr(fsdp_last_error(NULL), text), "\"%s\" does not say \"%s\"",
+                  fsdp_last_error(NULL), text);
+    }
 }
 
 /* With rank and size in the desc, the launcher's variables are not read. */
 TEST(launch, desc_wins) {
-    static const char *const variables[VARIABLES_MAX] = {"RANK=junk", "OMPI_COMM_WORLD_RANK=junk",
-                                                         "SLURM_STEP_ID=junk"};
     fsdp_world_desc d = w_desc(0, 1, NULL, "desc", 0);
     fsdp_world *w;
-    environment(variables, 0);
+    environment("RANK=junk OMPI_COMM_WORLD_RANK=junk SLURM_STEP_ID=junk", 0);
     CALL(NULL, fsdp_init(&d, &w));
     CHECK(fsdp_rank(w) == 0 && fsdp_world_size(w) == 1);
     CALL(NULL, fsdp_shutdown(w));
@@ -735,26 +626,22 @@ TEST(launch, desc_wins) {
 /* ---- ranks that meet ------------------------------------------------------------------------- */
 
 typedef struct {
-    const char *name, *variables[VARIABLES_MAX];
+    const char *name, *variables;
     int size;
 } meet_row;
 static const meet_row meets[] = {
-    {"torchrun",
-     {"RANK=%r", "WORLD_SIZE=3", "LOCAL_RANK=%r", "MASTER_ADDR=localhost", "MASTER_PORT=%j"},
-     3},
-    {"open_mpi", {OMPI("%r", "4", "%r"), "PMIX_NAMESPACE=launch-%j@1"}, 4},
-    {"open_mpi_jobid", {OMPI("%r", "2", "%r"), "OMPI_MCA_ess_base_jobid=%j"}, 2},
-    {"pmi", {"PMI_RANK=%r", "PMI_SIZE=3", "MPI_LOCALRANKID=%r", "FSDP_JOB_ID=pmi-%j"}, 3},
-    {"slurm",
-     {"SLURM_PROCID=%r", "SLURM_NTASKS=4", "SLURM_LOCALID=%r", "SLURM_JOB_ID=%j",
-      "SLURM_STEP_ID=3"},
-     4},
-    {"slurm_batch_script", {SLURM("0", "4", "0")}, 1}};
+    {"torchrun", "RANK=%r WORLD_SIZE=3 LOCAL_RANK=%r MASTER_ADDR=localhost MASTER_PORT=%j", 3},
+    {"open_mpi", OMPI("%r", "4", "%r") "PMIX_NAMESPACE=launch-%j@1", 4},
+    {"open_mpi_jobid", OMPI("%r", "2", "%r") "OMPI_MCA_ess_base_jobid=%j", 2},
+    {"pmi", "PMI_RANK=%r PMI_SIZE=3 MPI_LOCALRANKID=%r FSDP_JOB_ID=pmi-%j", 3},
+    {"slurm", "SLURM_PROCID=%r SLURM_NTASKS=4 SLURM_LOCALID=%r SLURM_JOB_ID=%j SLURM_STEP_ID=3", 4},
+    {"slurm_batch_script", SLURM("0", "4", "0"), 1},
+};
 
 static void meet_rank(int rank, int world, void *arg) {
     fsdp_world *w;
     int64_t sum = (int64_t)1 << rank;
-    environment((const char *const *)arg, rank);
+    environment((const char *)arg, rank);
     CALL(NULL, fsdp_init(NULL, &w));
     CHECK_EQ_INT(fsdp_rank(w), rank);
     CHECK_EQ_INT(fsdp_local_rank(w), rank);
@@ -771,9 +658,8 @@ TEST_P(launch, ranks_meet, meets) {
 
 /* Two jobs of one host at the same time, which differ only in their names. */
 static void two_jobs_rank(int rank, int world, void *arg) {
-    static const char *const jobs[2][VARIABLES_MAX] = {
-        {OMPI("%r", "2", "%r"), "PMIX_NAMESPACE=a%j"},
-        {OMPI("%r", "2", "%r"), "PMIX_NAMESPACE=b%j"}};
+    static const char *const jobs[2] = {OMPI("%r", "2", "%r") "PMIX_NAMESPACE=a%j",
+                                        OMPI("%r", "2", "%r") "PMIX_NAMESPACE=b%j"};
     fsdp_world *w;
     int64_t sum = (int64_t)1 << rank;
     (void)world, (void)arg;
@@ -790,15 +676,14 @@ TEST(launch, two_jobs_at_once) { h_ranks_proc(4, two_jobs_rank, NULL); }
    without a job name of their own, though the launcher has a name for its job. */
 static void sub_worlds_rank(int rank, int world, void *arg) {
     const char *const variable = getenv("FSDP_BACKEND");
-    const char *const run[VARIABLES_MAX] = {"RANK=%r",           "WORLD_SIZE=4",
-                                            "LOCAL_RANK=%r",     "FSDP_JOB_ID=all-%j",
-                                            "FSDP_TOKEN=secret", "FSDP_LOG_LEVEL=none"};
     fsdp_world_desc d = FSDP_ZERO;
     fsdp_world *all, *half, *again;
     char job[64], backend[16];
     int64_t sum = rank, sum_all = rank;
     snprintf(backend, sizeof backend, "%s", variable ? variable : "");
-    environment(run, rank);
+    environment("RANK=%r WORLD_SIZE=4 LOCAL_RANK=%r FSDP_JOB_ID=all-%j FSDP_TOKEN=secret "
+                "FSDP_LOG_LEVEL=none",
+                rank);
     CHECK_EQ_INT(setenv("FSDP_BACKEND", backend, 1) || setenv("FSDP_STORE", (char *)arg, 1), 0);
     d.rank = rank / 2, d.world_size = world / 2, d.local_rank = rank;
     CHECK_STATUS(fsdp_init(&d, &half), FSDP_ERR_INVALID_ARG);
@@ -850,17 +735,12 @@ static const char *built(char *path, const char *dir, const char *name) {
 
 /* Ranks on several hosts: shm supports one host, and fails at once. */
 TEST(launch, several_hosts_need_another_backend) {
-    const char *const variables[VARIABLES_MAX] = {"RANK=0",
-                                                  "WORLD_SIZE=4",
-                                                  "LOCAL_RANK=0",
-                                                  "LOCAL_WORLD_SIZE=2",
-                                                  "MASTER_ADDR=192.0.2.1",
-                                                  "MASTER_PORT=29500",
-                                                  "FSDP_BACKEND=shm"};
     fsdp_world_desc d = FSDP_ZERO;
     fsdp_world *w;
     d.logger.log = w_quiet;
-    environment(variables, 0);
+    environment("RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=192.0.2.1 "
+                "MASTER_PORT=29500 FSDP_BACKEND=shm",
+                0);
     d.timeout_ms = 100;
     for (int i = 0; i < 2; i++) {
         d.job = i ? "a name of its own" : NULL;

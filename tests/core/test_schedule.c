@@ -5,446 +5,11 @@
 #include "harness.h"
 #include "library.c"
 #include "lab.h"
-#include "sim.h"
+#include "rig.h"
 
-/* ---- models and scripts ---------------------------------------------------------------------- */
-
-enum { MAX_UNITS = 12, TRACE = 4096 };
-enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
-
-typedef struct {
-    int world, async, unfused, comm_lanes; /* 0: 4, inline, fused, 2 */
-    int layers;                            /* 0: 3 */
-    int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
-    fsdp_dtype param, reduce;
-    int debug, uniform; /* uniform: each layer has one large matrix */
-    int64_t direct_min;
-    int replicas, offload; /* HSDP of world/replicas x replicas */
-} config;
-
-typedef struct {
-    sim s;
-    config c;
-    fsdp_model *model;
-    fsdp_unit *units[MAX_UNITS]; /* the root, then the layers */
-    int num_units;
-    int64_t forward_ns, backward_ns; /* duration of each layer in forward, in backward */
-    int show_reshard;
-    uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
-    uint8_t storage[MAX_UNITS]; /* as last seen */
-    char trace[TRACE];
-    int used;
-} rig;
-
-/* Appends an event to the trace: its name, its unit and the unit's training state. */
-static void say(rig *r, const char *what, const char *unit, const char *state) {
-    int room = TRACE - r->used;
-    r->used += snprintf(r->trace + r->used, (size_t)room, "%s%s%s%s", r->used ? " " : "", what,
-                        unit, state);
-    CHECK(r->used < TRACE);
-}
-
-/* Notes a reshard of each unit that has become sharded since the last look. */
-static void look(rig *r) {
-    for (int i = 0; i < r->num_units; i++) {
-        uint8_t now = (uint8_t)fsdp_unit_storage(r->units[i]);
-        if (r->show_reshard && r->storage[i] != FSDP_STORAGE_SHARDED && now == FSDP_STORAGE_SHARDED)
-            say(r, "R", fsdp_unit_name(r->units[i]), "");
-        r->storage[i] = now;
-    }
-}
-
-/* Notes the events of upstream's tests: U all-gather, with the training state for which it is
-   issued; P reduction. */
-static void observe(void *user, const fsdp_op *op) {
-    static const char *const states[] = {":I", ":F", ":B", ":P"}; /* PRE_BACKWARD is upstream's B */
-    rig *r = (rig *)user;
-    look(r);
-    if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
-        say(r, "U", op->what, states[op->state]);
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) say(r, "P", op->what, "");
-}
-
-/* Fills in a layer's parameters of each kind: direct, packed, uneven, along dim 1, empty,
-   frozen. */
-static int mixed_params(fsdp_param_desc *p) {
-    p[0] = fsdp_mat("w", 8, 16);
-    p[1] = fsdp_vec("b", 5);
-    p[2] = fsdp_mat("side", 3, 6);
-    p[2].shard_dim = 1;
-    p[3] = fsdp_mat("none", 0, 7);
-    p[4] = fsdp_mat("still", 6, 3);
-    p[4].frozen = 1;
-    p[5] = fsdp_vec("one", 1);
-    return 6;
-}
-
-static void rig_open(rig *r, const config *c) {
-    static const char *const names[MAX_UNITS] = {"r", "0", "1", "2", "3", "4",
-                                                 "5", "6", "7", "8", "9", "10"};
-    memset(r, 0, sizeof *r);
-    r->c = *c;
-    sim_init(&r->s, c->world ? c->world : 4, 0);
-    r->s.rank = r->s.world_size - 1; /* the rank with empty and short shards */
-    r->s.async = c->async;
-    r->s.fused = !c->unfused;
-    r->s.checks = 1;
-    if (c->comm_lanes) r->s.comm_lanes = c->comm_lanes;
-    CHECK(sim_open(&r->s));
-    fsdp_model_desc md = FSDP_ZERO;
-    md.param_dtype = c->param;
-    md.reduce_dtype = c->reduce;
-    md.debug = c->debug;
-    md.direct_min = c->direct_min ? c->direct_min : 256;
-    md.cpu_offload = c->offload;
-    if (c->replicas > 1) md.mesh = lab_hsdp(r->s.world, c->replicas, r->s.world_size / c->replicas);
-    CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
-    int layers = c->layers ? c->layers : 3;
-    for (int i = 0; i <= layers; i++) {
-        fsdp_param_desc p[6];
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.name = names[i];
-        ud.params = p;
-        ud.num_params = c->uniform ? 1 : mixed_params(p);
-        if (c->uniform) p[0] = fsdp_mat("w", 64, 64);
-        ud.reshard_after_forward = i == 0 ? (c->root ? c->root : NEVER) : c->inner;
-        CHECK_OK(fsdp_fully_shard(r->model, &ud, &r->units[r->num_units++]));
-    }
-    r->s.on_op = observe;
-    r->s.on_op_user = r;
-    CHECK_OK(sim_watch(&r->s, r->model));
-}
-
-static void rig_close(rig *r) {
-    int64_t left = sim_close(&r->s);
-    CHECK_MSG(r->s.races == 0, "%d races, first: %s", r->s.races, r->s.race);
-    CHECK_EQ_INT(left, 0);
-}
-
-static fsdp_unit *unit_named(rig *r, char name) {
-    return r->units[name == 'r' ? 0 : name - '0' + 1];
-}
-
-/* The caller's computation: reads the parameters, and in backward writes the gradients. */
-static void use_unit(rig *r, fsdp_unit *u, int backward) {
-    fsdp_param_view v = FSDP_ZERO;
-    for (int i = 0; fsdp_param_view_get(u, i, &v) == FSDP_OK; i++) {
-        int64_t numel = lab_full_numel(&v);
-        int64_t size = (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32);
-        void *data = fsdp_data(u, i);
-        CHECK(data);
-        sim_read(&r->s, "layer", data, numel * size);
-        if (backward && v.requires_grad) {
-            sim_write(&r->s, "backward", fsdp_grad(u, i), numel * size);
-            memset(fsdp_grad(u, i), 0x3f, (size_t)(numel * size)); /* 0.75 in f32 and in bf16 */
-        }
-        if (i == fsdp_num_params(r->model) / r->num_units - 1) break;
-    }
-}
-
-/* The caller's own optimizer: waits for the gathers that the caller started, reads all
-   gradients, and writes all shards. */
-static void optimize(rig *r) {
-    fsdp_flat flat = FSDP_ZERO;
-    for (int i = 0; i < r->num_units; i++)
-        if (r->by_user[i]) CHECK_OK(fsdp_wait(r->units[i]));
-    memset(r->by_user, 0, sizeof r->by_user);
-    CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-    int actor = r->c.offload ? SIM_HOST : sim_caller(&r->s); /* offloaded: in host memory */
-    sim_work(&r->s, actor, 0, 0);
-    sim_touch(&r->s, actor, "optimizer", flat.grads, flat.numel * 4, 0);
-    sim_touch(&r->s, actor, "optimizer", flat.shards, flat.numel * 4, 1);
-    CHECK_OK(fsdp_params_changed(r->model));
-}
-
-static uint64_t calls(rig *r, int kind) {
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(r->model, &c));
-    return c.calls[kind];
-}
-
-/* Finalizes; the host reads offloaded gradients. */
-static void finalize(rig *r) {
-    fsdp_flat flat = FSDP_ZERO;
-    CHECK_OK(fsdp_finalize_backward(r->model));
-    CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-    if (r->c.offload) sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
-}
-
-/* Runs a script:
-   (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
-   ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
-   g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
-   k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
-   o optimizer step        c clip         n clip, no norm     z zero_grad
-   h the host waits for the device
-   | a bar in the trace    spaces mean nothing */
-static void play(rig *r, const char *script) {
-    double norm;
-    for (const char *at = script; *at; at++) {
-        char call = *at;
-        if (call == ' ') continue;
-        if (call == '|') {
-            say(r, "|", "", "");
-            continue;
-        }
-        if (strchr(".ocnzh", call)) {
-            if (call == '.') finalize(r);
-            if (call == 'o') optimize(r);
-            if (call == 'c') {
-                CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
-                sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
-            }
-            if (call == 'n') CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, NULL));
-            if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
-            if (call == 'h') sim_host_waits(&r->s);
-            look(r);
-            continue;
-        }
-        char what = *++at;
-        CHECK_MSG(what, "script ends after %c", call);
-        int on = what == '+';
-        fsdp_unit *u = strchr("gylka", call) ? NULL : unit_named(r, what);
-        switch (call) {
-        case '(':
-            CHECK_OK(fsdp_pre_forward(u));
-            use_unit(r, u, 0);
-            break;
-        case ')':
-            use_unit(r, u, 0);
-            sim_compute(&r->s, r->forward_ns);
-            CHECK_OK(fsdp_post_forward(u));
-            break;
-        case '[':
-            CHECK_OK(fsdp_pre_backward(u));
-            use_unit(r, u, 1);
-            break;
-        case ']':
-            use_unit(r, u, 1);
-            sim_compute(&r->s, r->backward_ns);
-            CHECK_OK(fsdp_post_backward(u));
-            break;
-        case 'u':
-            CHECK_OK(fsdp_unshard(u));
-            r->by_user[u->desc.index] = 1;
-            break;
-        case 'w': CHECK_OK(fsdp_wait(u)); break;
-        case 's': CHECK_OK(fsdp_reshard(u)); break;
-        case 'g': CHECK_OK(fsdp_set_grad_enabled(r->model, on)); break;
-        case 'y': CHECK_OK(fsdp_set_requires_gradient_sync(r->model, NULL, on)); break;
-        case 'l': CHECK_OK(fsdp_set_is_last_backward(r->model, on)); break;
-        case 'k': CHECK_OK(fsdp_set_reshard_after_backward(r->model, NULL, on)); break;
-        case 'a': CHECK_OK(fsdp_set_requires_all_reduce(r->model, NULL, on)); break;
-        default: CHECK_MSG(0, "no such call: %c", call);
-        }
-        look(r);
-    }
-}
-
-/* ---- (a) event sequences --------------------------------------------------------------------- */
-
-#define FWD  "(r (0 )0 (1 )1 (2 )2 )r"
-#define BWD  "[r [2 ]2 [1 ]1 [0 ]0 ]r"
-#define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
-#define BWD4 "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r"
-#define UF   "Ur:F U0:F U1:F U2:F"
-#define UR   "Ur:F U0:F R0 U1:F R1 U2:F R2"
-
-typedef struct {
-    const char *name;
-    config c;
-    const char *script, *expected;
-    int show_reshard;
-} schedule;
-
-#define ASYNC  0, 1, 0, 0
-#define INLINE 0, 0, 0, 0
+#define ASYNC 0, 1, 0, 0
 #define CONF(mode, layers, root, inner)                                                            \
-    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0 }
-
-/* clang-format off */
-static const schedule schedules[] = {
-    /* fsdp2-core.md 4.9, word for word */
-    {"default", CONF(ASYNC, 3, NEVER, ALWAYS),
-     FWD "|" BWD ".", UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
-     FWD "|" BWD ".", UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"never", CONF(ASYNC, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
-    {"inner_never", CONF(ASYNC, 3, ALWAYS, NEVER), FWD "|" BWD ".", UF " | Ur:B P2 P1 P0 Pr", 0},
-    {"tail_by_finalize", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [2 ]2 [1 ]1 [0 .",
-        UF " | U2:B U1:B P2 U0:B P1 Pr P0", 0},
-    {"two_forwards", CONF(ASYNC, 3, NEVER, ALWAYS),
-     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
-        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"two_forwards_root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
-     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
-        UF " " UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"two_forwards_never", CONF(ASYNC, 3, NEVER, NEVER),
-     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
-        UF " | P2 P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"reshards", CONF(ASYNC, 4, ALWAYS, ALWAYS), FWD4 "|" BWD4 ".",
-        "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 Rr | Ur:B U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    {"reshards_default", CONF(ASYNC, 4, NEVER, ALWAYS), FWD4 "|" BWD4 ".",
-        "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 | U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    {"reshards_never", CONF(ASYNC, 4, NEVER, NEVER), FWD4 "|" BWD4 ".",
-        "Ur:F U0:F U1:F U2:F U3:F | R3 P3 R2 P2 R1 P1 R0 P0 Rr Pr", 1},
-    /* forwards without a backward */
-    {"no_grad_between", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| g- " FWD FWD " g+ |" BWD ".",
-        UF " | U0:F U1:F U2:F U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"no_grad_before", CONF(ASYNC, 3, NEVER, ALWAYS), "g-" FWD "g+ |" FWD "|" BWD ".",
-        UF " | U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"no_grad_one_layer", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "(r (0 )0 g- (1 )1 g+ (2 )2 )r | [r [2]2 [0]0 ]r .",
-        UF " | U2:B U0:B P2 P0 Pr", 0},
-    {"evaluation_without_no_grad", CONF(ASYNC, 3, NEVER, ALWAYS), FWD FWD "|" BWD ".",
-        UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0}, /* 0 would prefetch the root */
-    /* other orders of backward: a wrong guess costs a gather, which finalize drops */
-    {"other_order", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
-        UR " | U2:B U0:B R0 P0 U1:B R2 P2 U0:B R1 P1 Rr Pr R0", 1},
-    {"one_layer_only", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [1]1 ]r .",
-        UR " | U2:B U1:B U0:B R1 P1 Rr Pr R0 R2", 1},
-    {"forward_twice_in_a_row", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "(r (0 )0 (1 )1 (1 )1 (2 )2 )r | [r [2]2 [1]1 [1]1 [0]0 ]r .",
-        "Ur:F U0:F U1:F U1:F U2:F | U2:B U1:B P2 P1 U1:B U0:B P1 P0 Pr", 0},
-    {"opened_before_the_last_is_closed", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "(r (0 (1 )0 (2 )1 )2 )r |" BWD ".",
-        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"opened_again_in_forward", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "(r (0 (0 )0 (1 )1 (2 )2 )r |" BWD ".",
-        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    /* activation checkpointing: the same collectives as without */
-    {"recompute_own", CONF(ASYNC, 3, NEVER, ALWAYS),
-     FWD "| [r [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r .",
-        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"recompute_nested", CONF(ASYNC, 3, NEVER, ALWAYS),
-     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
-        UF " | U2:B U0:F U1:F P2 P1 P0 Pr", 0},
-    {"recompute_nested_never", CONF(ASYNC, 3, NEVER, NEVER),
-     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
-        UF " | P2 P1 P0 Pr", 0},
-    {"recompute_nested_and_own", CONF(ASYNC, 3, NEVER, ALWAYS),
-     FWD "| [r (2 )2 [2 (2 )2 ]2 (1 )1 [1 ]1 (0 )0 [0 (0 )0 ]0 ]r .",
-        UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    /* without streams there are no prefetches */
-    {"inline", CONF(INLINE, 3, NEVER, ALWAYS),
-     FWD "|" BWD ".", UF " | U2:B P2 U1:B P1 U0:B P0 Pr", 0},
-    {"inline_root_resharded", CONF(INLINE, 3, ALWAYS, ALWAYS),
-     FWD "|" BWD ".", UF " | Ur:B U2:B P2 U1:B P1 U0:B P0 Pr", 0},
-    {"inline_never", CONF(INLINE, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
-    {"inline_other_order", CONF(INLINE, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
-        UR " | U0:B R0 P0 U2:B R2 P2 U1:B R1 P1 Rr Pr", 1},
-    {"inline_recompute_nested", CONF(INLINE, 3, NEVER, ALWAYS),
-     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
-        UF " | U0:F U1:F U2:F P2 P1 P0 Pr", 0},
-    /* calls by the user */
-    {"unshard_ahead", CONF(ASYNC, 3, NEVER, ALWAYS), "(r u0 u1 (0 )0 u2 (1 )1 (2 )2 )r |" BWD ".",
-        "Ur:F U0:I U1:I R0 U2:I R1 R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    {"unshard_wait_reshard", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "u0 w0 u0 w0 s0 s0 w0 u1 s1 |" FWD "|" BWD ".",
-        "U0:I R0 U1:I R1 | Ur:F U0:F R0 U1:F R1 U2:F R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    {"reshard_by_user_after_forward", CONF(ASYNC, 3, NEVER, NEVER), FWD " s0 s1 s2 sr |" BWD ".",
-        UF " R0 R1 R2 Rr | Ur:B U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    /* gradient accumulation */
-    {"no_sync", CONF(ASYNC, 3, NEVER, ALWAYS), "y- l-" FWD BWD ". | y+ l+" FWD BWD ".",
-        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"keep_after_backward", CONF(ASYNC, 3, NEVER, NEVER),
-     "y- k- l-" FWD BWD ". | y+ k+ l+" FWD BWD ".",
-        UF " | P2 P1 P0 Pr", 0},
-    {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
-     "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
-        /* finalize reduces the gradients that 0 and 1 still hold from the first microbatch */
-        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | "
-        UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
-     FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
-};
-/* clang-format on */
-
-TEST_P(schedule, events, schedules) {
-    rig r;
-    rig_open(&r, &row->c);
-    r.show_reshard = row->show_reshard;
-    play(&r, row->script);
-    CHECK_EQ_STR(r.trace, row->expected);
-    rig_close(&r);
-}
-
-/* Repeated calls give equal events: no state of a step is left. */
-TEST_P(schedule, second_step, schedules) {
-    rig r;
-    rig_open(&r, &row->c);
-    r.show_reshard = row->show_reshard;
-    for (int step = 0; step < 3; step++) {
-        play(&r, row->script);
-        CHECK_EQ_STR(r.trace, row->expected);
-        r.used = 0;
-        r.trace[0] = 0;
-        r.show_reshard = 0;
-        play(&r, "coz sr s0 s1 s2");
-        CHECK_EQ_STR(r.trace, "");
-        r.show_reshard = row->show_reshard;
-    }
-    rig_close(&r);
-}
-
-/* Gathers and reductions of M microbatches of G units, fsdp2-core.md 7.1. */
-TEST(schedule, accumulation_counts) {
-    enum { G = 4, M = 3 };
-    static const struct {
-        const char *name;
-        int root, inner;
-        const char *first, *last; /* script before each microbatch except the last; before it */
-        uint64_t gathers, reductions;
-    } modes[] = {
-        {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G * M},
-        {"sync every, no RAF", NEVER, NEVER, "", "", G * M, G * M},
-        {"sync every, default", NEVER, ALWAYS, "", "", (2 * G - 1) * M, G * M},
-        {"sync last, RAF", ALWAYS, ALWAYS, "y-", "y+", 2 * G * M, G},
-        {"sync last, no RAF", NEVER, NEVER, "y-", "y+", G * M, G},
-        {"sync last, keep, no RAF", NEVER, NEVER, "y- k- l-", "y+ k+ l+", G, G},
-        {"sync last, keep, RAF", ALWAYS, ALWAYS, "y- k- l-", "y+ k+ l+", 16, G},
-    };
-    for (int async = 0; async < 2; async++)
-        for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
-            config c = CONF(INLINE, G - 1, modes[i].root, modes[i].inner);
-            rig r;
-            c.async = async;
-            rig_open(&r, &c);
-            for (int step = 1; step <= 2; step++) {
-                for (int m = 1; m <= M; m++) {
-                    play(&r, m < M ? modes[i].first : modes[i].last);
-                    play(&r, FWD BWD ".");
-                }
-                play(&r, "o z");
-                CHECK_MSG(calls(&r, FSDP_OP_ALL_GATHER) == modes[i].gathers * (uint64_t)step,
-                          "%s: %llu gathers", modes[i].name,
-                          (unsigned long long)calls(&r, FSDP_OP_ALL_GATHER));
-                CHECK_MSG(calls(&r, FSDP_OP_REDUCE_SCATTER) == modes[i].reductions * (uint64_t)step,
-                          "%s: %llu reductions", modes[i].name,
-                          (unsigned long long)calls(&r, FSDP_OP_REDUCE_SCATTER));
-            }
-            rig_close(&r);
-        }
-}
-
-/* One rank issues no collectives, and no copies where it can alias. */
-TEST(schedule, world_of_one) {
-    for (int async = 0; async < 2; async++) {
-        config c = CONF(INLINE, 3, NEVER, ALWAYS);
-        rig r;
-        c.world = 1;
-        c.async = async;
-        rig_open(&r, &c);
-        play(&r, FWD BWD ". c o z" FWD BWD ".");
-        CHECK_EQ_STR(r.trace, "");
-        CHECK_EQ_INT(calls(&r, FSDP_OP_ALL_GATHER), 0);
-        CHECK_EQ_INT(calls(&r, FSDP_OP_REDUCE_SCATTER), 0);
-        CHECK_EQ_INT(calls(&r, FSDP_OP_ALL_REDUCE), 0);
-        for (int i = 0; i < r.s.num_ops && (async || !W_ASAN); i++) /* the only copy is clip's */
-            CHECK(r.s.ops[i].kind != FSDP_OP_COPY || r.s.ops[i].label == FSDP_LABEL_CLIP);
-        rig_close(&r);
-    }
-}
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, NULL, 0 }
 
 /* ---- the op table of one unit ---------------------------------------------------------------- */
 
@@ -457,15 +22,10 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
     static const char *const pools[FSDP_POOL_COUNT] = {"shard", "sgrad", "gather", "slice",
                                                        "grad",  "rin",   "rout",   "scratch"};
-    int used;
-    if (op->kind == FSDP_OP_HOOK) {
-        snprintf(out, size, "--");
-        return;
-    }
-    used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
-                    fsdp_label_name(op->label), streams[op->stream],
-                    op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
-                    op->dst ? pools[op->dst->pool] : "");
+    int used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
+                        fsdp_label_name(op->label), streams[op->stream],
+                        op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
+                        op->dst ? pools[op->dst->pool] : "");
     if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
     if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
     if (op->clip) used += snprintf(out + used, size - (size_t)used, " *clip");
@@ -481,16 +41,33 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     }
 }
 
+/* clang-format off */
 #define GATHER_CAST                                                                                \
-    "copy copy_in G shard>gather <source:C <destination released:C",                               \
-        "all_gather gather G gather>gather in place", "copy copy_out G gather>gather"
-#define GATHER_PLAIN                                                                               \
-    "all_gather gather G shard>gather <source:C <destination released:C",                          \
-        "copy copy_out G gather>gather"
-#define USE   "use gather C gather <source:G"
-#define GRADS "zero grads C >grad <destination released:R"
-#define FUSED "copy acc R grad>grad <source:C", "reduce_scatter reduce R grad>sgrad *0.25"
-#define FINAL "use final C sgrad <source:R"
+    "copy copy_in G shard>gather <source:C <destination released:C\n"                              \
+    "all_gather gather G gather>gather in place\n"                                                 \
+    "copy copy_out G gather>gather\n"
+#define GATHER                                                                                     \
+    "all_gather gather G shard>gather <source:C <destination released:C\n"                         \
+    "copy copy_out G gather>gather\n"
+#define USE    "use gather C gather <source:G\n"
+#define GRADS  "zero grads C >grad <destination released:R\n"
+#define WIDEN  "zero acc R >rin\ncopy acc R grad>rin <source:C\n"
+#define ADD    "copy acc R grad>rin += <source:C\n"
+#define CUT    "copy acc R grad>grad <source:C\n"
+#define FUSED  CUT "reduce_scatter reduce R grad>sgrad *0.25\n"
+#define SUM    "reduce_scatter reduce R grad>sgrad\ncopy red_out R sgrad>sgrad *0.25\n"
+#define NARROW CUT "reduce_scatter reduce R grad>rout\ncopy red_out R rout>sgrad *0.25\n"
+/* f32 without a gradient: the reduce-scatter writes the shard gradient, and red_out scales it in
+   place */
+#define WIDE   WIDEN "reduce_scatter reduce R rin>sgrad\ncopy red_out R sgrad>sgrad *0.25\n"
+#define ONTO   WIDEN "reduce_scatter reduce R rin>rout\n"                                          \
+               "copy red_out R rout>sgrad += *0.25 <destination written:C\n"
+#define INTO(from) "reduce_scatter reduce R " from ">sgrad *0.25 <destination written:C\n"
+#define ZERO   "zero final C >sgrad <destination written:R\n"
+#define MORE   "zero final C >sgrad\n"
+#define IDLE   "use final C sgrad\n"
+#define FINAL  "use final C sgrad <source:R\n"
+#define NEXT   "|\n"
 
 /* Ops in the order of the script's calls, with "|" between the calls. Two layers, uneven, direct
    and packed; the second step, after each buffer has been used. */
@@ -498,191 +75,61 @@ static const struct {
     const char *name;
     fsdp_dtype param, reduce;
     int unfused;
-    const char *script, *expected[64];
+    const char *script, *expected;
 } tables[] = {
-    {"fused",
-     FSDP_BF16,
-     FSDP_F32,
-     0,
-     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
-     {GATHER_CAST, USE, "|",   "|", GATHER_CAST, USE,   "|", GATHER_CAST, USE, GRADS,
-      GATHER_CAST, "|", FUSED, "|", USE,         GRADS, "|", FUSED,       "|", FINAL}},
-    {"unfused",
-     FSDP_BF16,
-     FSDP_F32,
-     1,
-     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
-     {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|",
-      /* f32 without a gradient: the reduce-scatter writes the shard gradient, and red_out scales
-         it in place */
-      "zero acc R >rin", "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|", "zero acc R >rin",
-      "copy acc R grad>rin <source:C", "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
-    {"unfused_onto_a_gradient",
-     FSDP_BF16,
-     FSDP_F32,
-     1,
-     "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
-     {GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      "zero final C >sgrad <destination written:R",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "reduce_scatter reduce R rin>rout",
-      "copy red_out R rout>sgrad += *0.25 <destination written:C",
-      "|",
-      FINAL}},
-    {"narrow_reduce",
-     FSDP_BF16,
-     FSDP_BF16,
-     0,
-     "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
-     {GATHER_CAST, USE, GATHER_CAST, USE, GATHER_CAST, USE, GRADS, GATHER_CAST,
-      "copy acc R grad>grad <source:C", "reduce_scatter reduce R grad>rout",
-      "copy red_out R rout>sgrad *0.25", "|", USE, GRADS, "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>rout", "copy red_out R rout>sgrad *0.25", "|", FINAL}},
-    {"no_cast",
-     FSDP_F32,
-     FSDP_F32,
-     0,
-     "(0 | )0 | [0 | ]0 | .",
-     {GATHER_PLAIN, USE, "|", "|", GATHER_PLAIN, USE, GRADS, "|", FUSED, "|",
-      "zero final C >sgrad <destination written:R", "use final C sgrad"}},
-    {"no_cast_unfused",
-     FSDP_F32,
-     FSDP_F32,
-     1,
-     "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
-     {GATHER_PLAIN,
-      USE,
-      "|",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      GRADS,
-      GATHER_PLAIN,
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      USE,
-      GRADS,
-      "|",
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad",
-      "copy red_out R sgrad>sgrad *0.25",
-      "|",
-      FINAL}},
+    {"fused", FSDP_BF16, FSDP_F32, 0, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     GATHER_CAST USE NEXT NEXT GATHER_CAST USE NEXT GATHER_CAST USE GRADS GATHER_CAST NEXT
+     FUSED NEXT USE GRADS NEXT FUSED NEXT FINAL},
+    {"unfused", FSDP_BF16, FSDP_F32, 1, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     GATHER_CAST USE NEXT NEXT GATHER_CAST USE NEXT GATHER_CAST USE GRADS GATHER_CAST NEXT
+     WIDE NEXT USE GRADS NEXT WIDE NEXT FINAL},
+    {"unfused_onto_a_gradient", FSDP_BF16, FSDP_F32, 1, "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
+     GATHER_CAST USE GATHER_CAST USE GRADS WIDE ZERO IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ONTO NEXT FINAL},
+    {"narrow_reduce", FSDP_BF16, FSDP_BF16, 0, "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
+     GATHER_CAST USE GATHER_CAST USE GATHER_CAST USE GRADS GATHER_CAST NARROW NEXT
+     USE GRADS NARROW NEXT FINAL},
+    {"no_cast", FSDP_F32, FSDP_F32, 0, "(0 | )0 | [0 | ]0 | .",
+     GATHER USE NEXT NEXT GATHER USE GRADS NEXT FUSED NEXT ZERO IDLE},
+    {"no_cast_unfused", FSDP_F32, FSDP_F32, 1, "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
+     GATHER USE NEXT NEXT GATHER USE GATHER USE GRADS GATHER CUT SUM USE GRADS NEXT CUT SUM NEXT
+     FINAL},
     /* no sync: widened gradients wait in the reduce input, others in the slot where they were
        written */
-    {"no_sync",
-     FSDP_BF16,
-     FSDP_F32,
-     0,
+    {"no_sync", FSDP_BF16, FSDP_F32, 0,
      "y- (0 )0 (1 )1 [1]1 [0]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      GATHER_CAST,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      USE,
-      GRADS,
-      "zero acc R >rin",
-      "copy acc R grad>rin <source:C",
-      "zero final C >sgrad <destination written:R",
-      "zero final C >sgrad",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "copy acc R grad>rin += <source:C",
-      "use final C sgrad",
-      "|",
-      GATHER_CAST,
-      USE,
-      GATHER_CAST,
-      USE,
-      GRADS,
-      "copy acc R grad>rin += <source:C",
-      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
-      "|",
-      "use grads C >sgrad <destination written:R", /* unit 1, by finalize */
-      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
-      FINAL}},
-    {"no_sync_no_cast",
-     FSDP_F32,
-     FSDP_F32,
-     0,
+     GATHER_CAST USE GATHER_CAST USE GATHER_CAST USE GRADS GATHER_CAST WIDEN USE GRADS WIDEN
+     ZERO MORE IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ADD IDLE NEXT
+     GATHER_CAST USE GATHER_CAST USE GRADS ADD INTO("rin") NEXT
+     "use grads C >sgrad <destination written:R\n" INTO("rin") FINAL}, /* unit 1, by finalize */
+    {"no_sync_no_cast", FSDP_F32, FSDP_F32, 0,
      "y- (0 )0 [0 ]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      GRADS,
-      "zero final C >sgrad <destination written:R",
-      "zero final C >sgrad",
-      "use final C sgrad",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      "use final C sgrad",
-      "|",
-      GATHER_PLAIN,
-      USE,
-      GATHER_PLAIN,
-      USE,
-      "copy acc R grad>grad <source:C",
-      "reduce_scatter reduce R grad>sgrad *0.25 <destination written:C",
-      "|",
-      FINAL}},
-    {"clip",
-     FSDP_F32,
-     FSDP_F32,
-     0,
-     "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
-     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN, FUSED, USE,
-      GRADS, FUSED, FINAL, "|", "norm clip C sgrad>scratch <source:R",
-      "all_reduce clip R scratch>scratch in place <source:C", "use clip C scratch <source:R",
-      "copy clip C sgrad>sgrad *clip <source:R", "|"}},
+     GATHER USE GATHER USE GRADS ZERO MORE IDLE NEXT
+     GATHER USE GATHER USE IDLE NEXT
+     GATHER USE GATHER USE CUT INTO("grad") NEXT FINAL},
+    {"clip", FSDP_F32, FSDP_F32, 0, "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
+     GATHER USE GATHER USE GATHER USE GRADS GATHER FUSED USE GRADS FUSED FINAL NEXT
+     "norm clip C sgrad>scratch <source:R\n"
+     "all_reduce clip R scratch>scratch in place <source:C\n"
+     "use clip C scratch <source:R\n"
+     "copy clip C sgrad>sgrad *clip <source:R\n" NEXT},
 };
+/* clang-format on */
 
 /* Keeps each op's text when it is issued: later the op's buffers have other events. */
-enum { MAX_TEXTS = 256 };
 typedef struct {
-    int count;
-    char of[MAX_TEXTS][160];
+    char text[16384];
+    size_t used;
 } text_log;
 
 static void log_text(void *user, const fsdp_op *op) {
     text_log *log = (text_log *)user;
-    CHECK(log->count < MAX_TEXTS);
-    if (op->kind < FSDP_OP_HOOK) op_text(op, log->of[log->count++], sizeof log->of[0]);
+    CHECK(log->used + 161 < sizeof log->text);
+    if (op->kind >= FSDP_OP_HOOK) return;
+    op_text(op, log->text + log->used, 160);
+    log->used += strlen(log->text + log->used);
+    log->text[log->used++] = '\n';
 }
 
 TEST_P(schedule, ops, tables) {
@@ -694,171 +141,29 @@ TEST_P(schedule, ops, tables) {
     c.unfused = row->unfused;
     rig_open(&r, &c);
     for (int step = 0; step < 2; step++) play(&r, "(0 )0 (1 )1 [1 ]1 [0 ]0 . o z");
-    const char *at = row->script;
-    int seen = log.count = 0, next = 0;
     r.s.on_op = log_text;
     r.s.on_op_user = &log;
-    while (*at) {
+    log.used = 0;
+    for (const char *at = row->script; *at;) {
         char part[64];
-        size_t length = strcspn(at, "|");
+        const size_t length = strcspn(at, "|");
         snprintf(part, sizeof part, "%.*s", (int)length, at);
         play(&r, part);
-        for (; seen < log.count; seen++) {
-            const char *expected = row->expected[next], *text = log.of[seen];
-            CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next,
-                      text, expected ? expected : "(none)");
-            next++;
-        }
         at += length;
-        if (*at == '|') {
-            CHECK_MSG(row->expected[next] && row->expected[next][0] == '|',
-                      "no op after %d, expected \"%s\"", next,
-                      row->expected[next] ? row->expected[next] : "(none)");
-            next++;
-            at++;
-        }
+        if (*at) at++, strcpy(log.text + log.used, NEXT), log.used += strlen(NEXT);
     }
-    CHECK_EQ_STR(row->expected[next], NULL);
+    log.text[log.used] = 0;
+    const char *got = log.text, *expected = row->expected;
+    for (int n = 0; *got || *expected; n++) {
+        const int length = (int)strcspn(got, "\n"), wanted = (int)strcspn(expected, "\n");
+        CHECK_MSG(length == wanted && !strncmp(got, expected, (size_t)length),
+                  "op %d is \"%.*s\", expected \"%.*s\"", n, length, got, wanted, expected);
+        got += length + 1, expected += wanted + 1;
+    }
     rig_close(&r);
 }
 
-/* ---- (b) overlap on the simulated clock ------------------------------------------------------ */
-
-enum { LAYERS = 8, FORWARD_NS = 4000, BACKWARD_NS = 8000 };
-
-typedef struct {
-    int64_t compute_end, end; /* end of the caller's stream, and of all streams */
-    int64_t compute, busy;    /* time that the caller's stream, and the others, were busy */
-    int64_t gather, reduce;   /* duration of one gather, of one reduction */
-} timing;
-
-/* Runs forward and backward of identical layers; with `sync` the host waits after each call. */
-static timing run_layers(const config *c, int sync, int64_t forward_ns, int64_t backward_ns) {
-    timing t;
-    rig r;
-    char call[40];
-    memset(&t, 0, sizeof t);
-    rig_open(&r, c);
-    CHECK_OK(fsdp_model_reserve(r.model));
-    r.forward_ns = forward_ns;
-    r.backward_ns = backward_ns;
-    for (int i = 0; i < LAYERS; i++) {
-        snprintf(call, sizeof call, "(%d", i);
-        play(&r, call);
-        snprintf(call, sizeof call, ")%d %s", i, sync ? "h" : "");
-        play(&r, call);
-    }
-    for (int i = LAYERS - 1; i >= 0; i--) {
-        snprintf(call, sizeof call, "[%d]%d %s", i, i, sync && i ? "h" : "");
-        play(&r, call);
-    }
-    int caller = sim_caller(&r.s);
-    t.compute_end = r.s.now[caller];
-    t.compute = r.s.busy[caller];
-    t.busy = r.s.busy[FSDP_STREAM_GATHER] + r.s.busy[FSDP_STREAM_REDUCE];
-    play(&r, ".");
-    t.end = sim_end(&r.s);
-    t.gather = r.s.busy[FSDP_STREAM_GATHER] / (2 * LAYERS); /* layers are identical */
-    t.reduce = r.s.busy[FSDP_STREAM_REDUCE] / LAYERS;
-    rig_close(&r);
-    return t;
-}
-
-TEST(overlap, prefetch_hides_all_communication) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    for (int lanes = 1; lanes <= 2; lanes++) {
-        c.comm_lanes = lanes;
-        c.async = 1;
-        timing t = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
-        CHECK(t.gather < FORWARD_NS && t.gather + t.reduce < BACKWARD_NS);
-        /* Only the first gather and the last reduction are not hidden by compute. */
-        CHECK_EQ_INT(t.compute_end, t.gather + t.compute);
-        CHECK_EQ_INT(t.end, t.gather + t.compute + t.reduce);
-        /* without streams all communication is visible */
-        c.async = 0;
-        timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
-        CHECK_NEAR(in.end, t.compute + t.busy, 64); /* slots on streams have more padding */
-        CHECK(in.end > t.end + 2 * (LAYERS - 1) * t.gather);
-        h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with "
-                  "streams, %lld inline",
-                  lanes, LAYERS, (long long)t.compute, (long long)t.busy, (long long)t.end,
-                  (long long)in.end);
-    }
-}
-
-/* Forward overlaps only because the host runs ahead; backward overlaps without that. */
-TEST(overlap, forward_needs_run_ahead_only) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    timing t = run_layers(&c, 1, FORWARD_NS, BACKWARD_NS);
-    CHECK_EQ_INT(t.compute_end,
-                 t.compute + (LAYERS + 1) * t.gather); /* each forward, the first backward */
-    CHECK_EQ_INT(t.end, t.compute_end + t.reduce);
-}
-
-/* Communication that takes longer than compute: the gathers follow each other without a gap. */
-TEST(overlap, bound_by_communication) {
-    config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
-    c.uniform = 1;
-    timing t = run_layers(&c, 0, 100, 100);
-    CHECK(t.gather > 200);
-    CHECK(t.compute_end >= 2 * LAYERS * t.gather);
-    CHECK(t.compute_end <= 2 * LAYERS * t.gather + t.compute + LAYERS * t.reduce);
-}
-
-/* ---- (c) streams and events ------------------------------------------------------------------ */
-
-static config any_config(uint64_t *seed) {
-    static const int worlds[] = {1, 2, 4, 5};
-    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16};
-    static const int64_t direct[] = {1, 256, FSDP_DIRECT_NEVER};
-    config c;
-    memset(&c, 0, sizeof c);
-    c.world = worlds[h_rand64(seed) % 4];
-    c.async = 1;
-    c.unfused = (int)(h_rand64(seed) % 2);
-    c.comm_lanes = (int)(h_rand64(seed) % 3) + 1;
-    c.replicas = c.world % 2 == 0 && h_rand64(seed) % 2 ? c.world >> (h_rand64(seed) % 2) : 1;
-    c.offload = h_rand64(seed) % 5 == 0;
-    c.root = h_rand64(seed) % 2 ? ALWAYS : NEVER;
-    c.inner = h_rand64(seed) % 4 ? ALWAYS : NEVER;
-    c.param = dtypes[h_rand64(seed) % 2];
-    c.reduce = dtypes[h_rand64(seed) % 2];
-    c.debug = h_rand64(seed) % 4 == 0;
-    c.direct_min = direct[h_rand64(seed) % 3];
-    return c;
-}
-
-/* Every schedule of this file in many settings: rig_close() fails if an access was not ordered. */
-TEST(streams, every_access_is_ordered, SLOW | AT_NIGHT(ASAN)) {
-    enum { SETTINGS = 24 };
-    uint64_t seed = h_seed();
-    int64_t runs = 0, ops = 0, waits = 0;
-    for (size_t i = 0; i < sizeof schedules / sizeof *schedules; i++)
-        for (int k = 0; k < SETTINGS; k++, runs++) {
-            config c = any_config(&seed);
-            rig r;
-            c.layers = schedules[i].c.layers;
-            rig_open(&r, &c);
-            for (int step = 0; step < 4; step++) {
-                play(&r, schedules[i].script);
-                play(&r, step == 0 ? "c" : step == 1 ? "c o z" : "o z");
-                r.used = 0;
-            }
-            ops += r.s.num_ops;
-            waits += r.s.waits;
-            if (r.s.races)
-                fprintf(stderr,
-                        "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, "
-                        "debug %d, direct %lld\n",
-                        schedules[i].name, c.world, c.unfused ? "not " : "", c.comm_lanes,
-                        fsdp_dtype_name(c.param), fsdp_dtype_name(c.reduce), c.root, c.inner,
-                        c.debug, (long long)c.direct_min);
-            rig_close(&r);
-        }
-    h_message("%lld runs, %lld ops, %lld waits", (long long)runs, (long long)ops, (long long)waits);
-}
+/* ---- streams and events ------------------------------------------------------------------------ */
 
 /* The reason for each wait of a run. */
 enum { MAX_WAITS = 4096, MAX_KINDS = 64 };
@@ -985,55 +290,6 @@ TEST(streams, counts) {
         }
         rig_close(&r);
     }
-}
-
-/* Makes a random call, possible or not, of a caller who uses the results: parameters where they
-   are valid, and a random part of the gradients. */
-static void random_call(rig *r, uint64_t *seed) {
-    int call = (int)(h_rand64(seed) % 25), on = h_rand64(seed) % 4 != 0;
-    fsdp_unit *u = r->units[h_rand64(seed) % (uint64_t)r->num_units];
-    fsdp_status status = FSDP_OK;
-    double norm;
-    int num_params = fsdp_num_params(r->model) / r->num_units;
-    if (call < 4) {
-        status = fsdp_pre_forward(u);
-    } else if (call < 8) {
-        status = fsdp_post_forward(u);
-    } else if (call < 13) {
-        status = fsdp_pre_backward(u);
-        for (int i = 0; !status && i < num_params; i++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(u, i, &v));
-            if (v.requires_grad && h_rand64(seed) % 4)
-                sim_write(&r->s, "backward", fsdp_grad(u, i),
-                          lab_full_numel(&v) *
-                              (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
-        }
-    } else if (call < 17) {
-        status = fsdp_post_backward(u);
-    } else {
-        switch (call) {
-        case 17:
-            status = fsdp_unshard(u);
-            r->by_user[u->desc.index] = 1;
-            break;
-        case 18: status = fsdp_reshard(u); break;
-        case 19: status = fsdp_wait(u); break;
-        case 20: status = fsdp_set_requires_gradient_sync(r->model, NULL, on); break;
-        case 21: status = fsdp_set_is_last_backward(r->model, on); break;
-        case 22: status = fsdp_set_reshard_after_backward(r->model, u, on); break;
-        case 23: status = fsdp_set_requires_all_reduce(r->model, NULL, on); break;
-        default:
-            status = fsdp_finalize_backward(r->model);
-            if (!status && h_rand64(seed) % 2) status = fsdp_clip_grad_norm(r->model, 1e-3, &norm);
-            if (!status && h_rand64(seed) % 2) optimize(r);
-            if (!status && h_rand64(seed) % 2) status = fsdp_zero_grad(r->model);
-            if (h_rand64(seed) % 64 == 0) status = fsdp_model_reset(r->model);
-        }
-    }
-    CHECK(status == FSDP_OK || status == FSDP_ERR_INVALID_STATE);
-    for (int k = 0; k < r->num_units; k++)
-        if (fsdp_unit_storage(r->units[k]) == FSDP_STORAGE_UNSHARDED) use_unit(r, r->units[k], 0);
 }
 
 /* The host's optimizer uses the addresses of offloaded gradients: they are clipped on return,
@@ -1279,27 +535,6 @@ TEST_P(schedule, segments, segments) {
         CHECK_EQ_INT(sim_close(&s), 0);
         CHECK_MSG(s.races == 0, "%d races, first: %s", s.races, s.race);
     }
-}
-
-TEST(streams, random_calls) {
-    enum { RUNS = 60, CALLS = 800 };
-    uint64_t seed = h_seed();
-    for (int run = 0; run < RUNS; run++) {
-        config c = any_config(&seed);
-        rig r;
-        rig_open(&r, &c);
-        r.s.on_op = NULL;
-        for (int i = 0; i < CALLS && r.s.races == 0; i++) random_call(&r, &seed);
-        if (r.s.races)
-            fprintf(stderr,
-                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, debug %d, "
-                    "direct %lld\n",
-                    c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.debug,
-                    (long long)c.direct_min);
-        rig_close(&r);
-    }
-    h_message("%d calls in %d settings", RUNS * CALLS, RUNS);
 }
 
 /* fsdp_set_grad_none with cpu_offload: the zeros are on the host when it returns. */

@@ -1,14 +1,16 @@
 /* test_table.c - when each call is possible, what it does, and which arguments are refused
-   Every cell of the transition table is tried, and random calls are compared with a small model of units
-   that knows nothing of the library's own table.
+   Every cell of the transition table is tried, and compared with a small model of units that knows nothing
+   of the library's own table. test_model.c makes random calls.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #ifndef FSDPI_DEBUG
 #define FSDPI_DEBUG /* each row of the table ends with fsdpi_unit_check */
 #endif
-#define FSDP_ASSERT(world, condition)                                                                        \
-    (condition ? FSDP_OK : is_broken ? FSDP_ERR_INTERNAL : fsdpi_assert_failed(world, __func__, #condition))
+#define FSDP_ASSERT(world, condition)                                                              \
+    (condition   ? FSDP_OK                                                                         \
+     : is_broken ? FSDP_ERR_INTERNAL                                                               \
+                 : fsdpi_assert_failed(world, __func__, #condition))
 static int is_broken; /* a test has broken a rule, and expects that a check finds it */
 #define LIBRARY_WHOLE
 #include "library.c"
@@ -66,32 +68,28 @@ static const char *const told_as[4][4] = {
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
-enum { MAX_UNITS = 4, MAX_PARAMS = 4, MAX_ORDER = 64 * MAX_UNITS };
+enum { MAX_UNITS = 4, MAX_ORDER = 64 };
 
 typedef struct {
-    int state, storage, stale, due, sync, keep_forward, keep_backward;
+    int state, storage, stale, due;
     int newest;    /* its newest entry in `order`, -1: none */
     unsigned told; /* calls that were refused in this step */
-    int held;      /* gradients of microbatches that were not reduced */
-    int used[MAX_PARAMS], has[MAX_PARAMS];
 } unit_model;
 
 typedef struct {
-    int world, async, num_units, num_params;
-    int backward, grad_enabled, is_last, failed; /* failed: a hook has, since finalize */
+    int world, async, num_units;
+    int backward, failed; /* failed: a hook has, since finalize */
     unit_model units[MAX_UNITS];
     int order[MAX_ORDER], before[MAX_ORDER], num_order; /* forwards: the unit; its entry before */
-    int64_t gathers, reductions;
+    int64_t gathers;
 } model;
 
-static void model_start(model *m, int world, int async, int num_units, int num_params) {
+static void model_start(model *m, int world, int async, int num_units) {
     memset(m, 0, sizeof *m);
     m->world = world;
     m->async = async;
     m->num_units = num_units;
-    m->num_params = num_params;
-    m->grad_enabled = m->is_last = 1;
-    for (int i = 0; i < num_units; i++) m->units[i].sync = 1, m->units[i].newest = -1;
+    for (int i = 0; i < num_units; i++) m->units[i].newest = -1;
 }
 
 static char model_cell(const model *m, int unit, int call) {
@@ -107,14 +105,6 @@ static int model_refuses(const model *m, int unit, int call) {
     return -1;
 }
 
-/* The first unit whose gradients have to be reduced before a call that is possible else; or -1. */
-static int model_holds(const model *m, int call) {
-    int asks = call == FSDP_CALL_LOAD || call == FSDP_CALL_REQUIRES_GRAD;
-    for (int i = 0; i < m->num_units && asks; i++)
-        if (m->units[i].held) return i;
-    return -1;
-}
-
 static void model_unshard(model *m, unit_model *u) {
     if (u->stale) u->storage = FSDP_STORAGE_SHARDED;
     u->stale = 0;
@@ -126,14 +116,6 @@ static void model_wait(unit_model *u) {
     if (u->storage == FSDP_STORAGE_IN_FLIGHT) u->storage = FSDP_STORAGE_UNSHARDED;
 }
 static void model_reshard(unit_model *u) { u->storage = u->stale = 0; }
-static void model_reduce(model *m, unit_model *u) {
-    int used = 0;
-    for (int i = 0; i < m->num_params; i++) used |= u->used[i];
-    u->held = used && !u->sync;
-    if (!used || !u->sync) return;
-    m->reductions += m->world > 1;
-    for (int i = 0; i < m->num_params; i++) u->has[i] |= u->used[i], u->used[i] = 0;
-}
 static void model_forget(model *m) {
     m->num_order = 0;
     for (int i = 0; i < m->num_units; i++) m->units[i].due = 0, m->units[i].newest = -1;
@@ -150,15 +132,12 @@ static void model_unit(model *m, int unit, int call) {
     if (call == FSDP_CALL_WAIT || call == FSDP_CALL_PRE_FORWARD) model_wait(u);
     if (call == FSDP_CALL_RESHARD) model_reshard(u);
     if (call == FSDP_CALL_POST_FORWARD && opens) {
-        if (m->grad_enabled) {
-            if (m->num_order < 64 * m->num_units) { /* the record is bounded */
-                m->order[m->num_order] = unit;
-                m->before[m->num_order] = u->newest;
-                u->newest = m->num_order++;
-            }
-            u->due++;
-        }
-        if (!u->keep_forward) model_reshard(u);
+        CHECK(m->num_order < MAX_ORDER);
+        m->order[m->num_order] = unit;
+        m->before[m->num_order] = u->newest;
+        u->newest = m->num_order++;
+        u->due++;
+        model_reshard(u);
     }
     if (call == FSDP_CALL_PRE_BACKWARD && next == 'P') {
         model_unshard(m, u);
@@ -166,23 +145,12 @@ static void model_unit(model *m, int unit, int call) {
         int at = u->newest;
         if (at >= 0) u->newest = m->before[at];
         if (at > 0 && m->async) model_unshard(m, &m->units[m->order[at - 1]]);
-        u->due -= m->is_last; /* not the last: another backward may come */
+        u->due--;
         m->backward = 1;
     }
-    if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
-        /* a gather that no call has waited for by the last backward was useless */
-        if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward) model_reshard(u);
-        /* finalize reduces what earlier microbatches have left, too */
-        if (call == FSDP_CALL_POST_BACKWARD || u->state == FSDP_STATE_PRE_BACKWARD || u->held)
-            model_reduce(m, u);
-    }
-    if (call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) model_stale(u);
-    if (call == FSDP_CALL_ZERO_GRAD || call == FSDP_CALL_RESET) memset(u->has, 0, sizeof u->has);
-    if (call == FSDP_CALL_RESET) {
+    if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE || call == FSDP_CALL_RESET)
         model_reshard(u);
-        u->held = 0;
-        memset(u->used, 0, sizeof u->used);
-    }
+    if (call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) model_stale(u);
     if (next != '=') u->state = (int)(strchr(state_letters, next) - state_letters);
 }
 
@@ -198,16 +166,12 @@ static fsdp_status model_call(model *m, int unit, int call) {
         m->failed |= hook;
         return FSDP_ERR_INVALID_STATE;
     }
-    if (model_holds(m, call) >= 0) {
-        m->failed |= hook;
-        return FSDP_ERR_INVALID_STATE;
-    }
     for (int i = 0; i < m->num_units; i++)
         if (unit < 0 || unit == i) model_unit(m, i, call);
     if (call != FSDP_CALL_FINALIZE && call != FSDP_CALL_RESET) return FSDP_OK;
     m->backward = m->failed = 0;
     for (int i = 0; i < m->num_units; i++) m->units[i].told = 0;
-    if (call == FSDP_CALL_RESET || m->is_last) model_forget(m);
+    model_forget(m);
     return call == FSDP_CALL_FINALIZE && first_failure ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 
@@ -284,10 +248,9 @@ static void bed_compare(const bed *b, const model *m, const char *after) {
         CHECK_MSG(u->state.forwards == x->due, "after %s: %s has %d forwards due, model %d", after,
                   u->desc.name, u->state.forwards, x->due);
     }
-    CHECK_MSG(b->gathers == m->gathers && b->reductions == m->reductions,
-              "after %s: %lld gathers, %lld reductions, model %lld, %lld", after,
-              (long long)b->gathers, (long long)b->reductions, (long long)m->gathers,
-              (long long)m->reductions);
+    CHECK_MSG(b->gathers == m->gathers && b->reductions == 0, /* no gradient is requested */
+              "after %s: %lld gathers, model %lld; %lld reductions", after, (long long)b->gathers,
+              (long long)m->gathers, (long long)b->reductions);
 }
 
 /* ---- calls ----------------------------------------------------------------------------------- */
@@ -443,10 +406,6 @@ static void call_both(bed *b, model *m, int form, int at) {
               b->units[at]->desc.name, fsdp_status_name(got), fsdp_status_name(expected),
               fsdp_last_error(b->s.world));
     bed_compare(b, m, forms[form].name);
-    if (refuses < 0 && expected && model_holds(&was, call) >= 0) {
-        CHECK(strstr(fsdp_last_error(b->s.world), "[E203] "));
-        CHECK(strstr(fsdp_last_error(b->s.world), b->units[model_holds(&was, call)]->desc.name));
-    }
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is missing. */
     char start[256], name[64];
@@ -460,9 +419,8 @@ static void call_both(bed *b, model *m, int form, int at) {
              call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
                                                                           : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
-    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s%s: ", b->s.rank, name,
-             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)],
-             was.grad_enabled || u->due ? "" : " (gradients are off: fsdp_set_grad_enabled)");
+    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s: ", b->s.rank, name,
+             b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)]);
     CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
               "\"%s\" does not begin with \"%s\"", fsdp_last_error(b->s.world), start);
     const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
@@ -512,8 +470,9 @@ static void check_getters(bed *b, model *m, int at, int mark) {
 /* Returns how many hooks must come before a call is possible, by the documents, or `most` if that
    number is at least `most`. */
 static int hooks_before(int state, int backward, int due, int open, int call, int most) {
-    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD, FSDP_CALL_PRE_BACKWARD,
-                                FSDP_CALL_POST_BACKWARD, FSDP_CALL_FINALIZE};
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE};
     const int cell = 4 * state + 2 * backward + (due > 0);
     if (documented[call].cells[cell] != '.' && (call != FSDP_CALL_DATA || open)) return 0;
     for (int i = 0; i < 5 && most > 1; i++) {
@@ -521,8 +480,8 @@ static int hooks_before(int state, int backward, int due, int open, int call, in
         if (next == '.') continue;
         const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
         const int dues = due + (i == 1 && !backward) - (i == 2 && next != '=');
-        const int way = 1 + hooks_before(to, i == 2 || (backward && i < 4), dues, i == 0 || i == 2, call,
-                                         most - 1);
+        const int way = 1 + hooks_before(to, i == 2 || (backward && i < 4), dues, i == 0 || i == 2,
+                                         call, most - 1);
         if (way < most) most = way;
     }
     return most;
@@ -545,11 +504,13 @@ static void check_named(const bed *b, int cell, int call) {
     const char next = documented[named].cells[cell];
     const int to = next == '=' ? state : (int)(strchr(state_letters, next) - state_letters);
     const int is_back = named == FSDP_CALL_PRE_BACKWARD;
-    const int dues = due + (named == FSDP_CALL_POST_FORWARD && !backward) - (is_back && next != '=');
+    const int dues = due + (named == FSDP_CALL_POST_FORWARD && !backward) -
+                     (is_back && next != '=');
     const int phase = is_back || (backward && named != FSDP_CALL_FINALIZE);
     const int open = is_back || named == FSDP_CALL_PRE_FORWARD;
-    CHECK_MSG(hooks_before(to, phase, dues, open, call, most) == before - 1, "%s in %s, backward %d, due %d: %s",
-              documented[call].name, state_names[state], backward, due, fsdp_last_error(b->s.world));
+    CHECK_MSG(hooks_before(to, phase, dues, open, call, most) == before - 1,
+              "%s in %s, backward %d, due %d: %s", documented[call].name, state_names[state],
+              backward, due, fsdp_last_error(b->s.world));
 }
 
 /* The library's own table agrees with the documents, also in cells that no order of calls reaches.
@@ -589,25 +550,25 @@ TEST(table, legality_of_every_cell) {
 /* ---- what holds of a unit between two calls ---------------------------------------------------- */
 
 enum { /* slots that a unit holds, as a set of places */
-    GATHER = 1 << FSDP_POOL_GATHER,
-    SLICE = 1 << FSDP_POOL_SLICE,
-    GRAD = 1 << FSDP_POOL_GRAD,
-    IN = 1 << FSDP_POOL_REDUCE_IN,
-    OUT = 1 << FSDP_POOL_REDUCE_OUT,
-    FRESH = 1 << FSDPI_FRESH
+       GATHER = 1 << FSDP_POOL_GATHER,
+       SLICE = 1 << FSDP_POOL_SLICE,
+       GRAD = 1 << FSDP_POOL_GRAD,
+       IN = 1 << FSDP_POOL_REDUCE_IN,
+       OUT = 1 << FSDP_POOL_REDUCE_OUT,
+       FRESH = 1 << FSDPI_FRESH
 };
 enum { /* its other marks */
-    AHEAD = 1,
-    STALE = 2,
-    DUE = 4,       /* a forward */
-    NEGATIVE = 8,  /* less than none is */
-    PARTS = 16,    /* trainables of several parts */
-    CAST = 32,     /* gradients are reduced in another dtype */
-    WATCHED = 64,  /* by an extension */
-    REHEARSES = 128,
-    USED = 256,    /* a parameter */
-    REDUCED = 512, /* a parameter */
-    ALIAS = 1024   /* the full parameters are the shards */
+       AHEAD = 1,
+       STALE = 2,
+       DUE = 4,      /* a forward */
+       NEGATIVE = 8, /* less than none is */
+       PARTS = 16,   /* trainables of several parts */
+       CAST = 32,    /* gradients are reduced in another dtype */
+       WATCHED = 64, /* by an extension */
+       REHEARSES = 128,
+       USED = 256,    /* a parameter */
+       REDUCED = 512, /* a parameter */
+       ALIAS = 1024   /* the full parameters are the shards */
 };
 
 /* States that a call may leave, and states that break one rule each. */
@@ -616,15 +577,15 @@ static const struct {
     int holds;
     int shards, replicas, trains, training, storage, slots, marks, shard_grad;
 } states[] = {
-#define IDLE        FSDP_STATE_IDLE
-#define BACK        FSDP_STATE_PRE_BACKWARD
-#define SHARDED     FSDP_STORAGE_SHARDED
-#define FLIES       FSDP_STORAGE_IN_FLIGHT
-#define OPEN        FSDP_STORAGE_UNSHARDED
-#define SLICED      FSDP_STORAGE_SHARDED_POST_FORWARD
-#define NONE        FSDPI_SHARD_GRAD_NONE
-#define ZEROED      FSDPI_SHARD_GRAD_ZERO
-#define HAS         FSDPI_SHARD_GRAD_REDUCED
+#define IDLE    FSDP_STATE_IDLE
+#define BACK    FSDP_STATE_PRE_BACKWARD
+#define SHARDED FSDP_STORAGE_SHARDED
+#define FLIES   FSDP_STORAGE_IN_FLIGHT
+#define OPEN    FSDP_STORAGE_UNSHARDED
+#define SLICED  FSDP_STORAGE_SHARDED_POST_FORWARD
+#define NONE    FSDPI_SHARD_GRAD_NONE
+#define ZEROED  FSDPI_SHARD_GRAD_ZERO
+#define HAS     FSDPI_SHARD_GRAD_REDUCED
     {"nothing held", 1, 2, 1, 1, IDLE, SHARDED, 0, 0, NONE},
     {"a slot of a gather that is not", 0, 2, 1, 1, IDLE, SHARDED, GATHER, 0, NONE},
     {"gathered", 1, 2, 1, 1, IDLE, OPEN, GATHER, 0, NONE},
@@ -680,7 +641,8 @@ TEST(table, broken_states_are_found) {
         static fsdp_unit u;
         fsdp_buf buf[FSDPI_PLACES];
         const int marks = states[k].marks;
-        uint64_t use = (marks & USED ? FSDPI_USE_USED : 0) | (marks & REDUCED ? FSDPI_USE_REDUCED : 0);
+        uint64_t use = (marks & USED ? FSDPI_USE_USED : 0) |
+                       (marks & REDUCED ? FSDPI_USE_REDUCED : 0);
         memset(&m, 0, sizeof m);
         memset(&u, 0, sizeof u);
         memset(buf, 0, sizeof buf);
@@ -691,7 +653,8 @@ TEST(table, broken_states_are_found) {
         u.facts.shards = states[k].shards, u.facts.replicas = states[k].replicas;
         u.facts.one_train = !(marks & PARTS);
         u.facts.gathered = FSDP_F32, u.facts.reduce = marks & CAST ? FSDP_F64 : FSDP_F32;
-        u.state.training = (uint8_t)states[k].training, u.state.storage = (uint8_t)states[k].storage;
+        u.state.training = (uint8_t)states[k].training,
+        u.state.storage = (uint8_t)states[k].storage;
         u.state.ahead = (marks & AHEAD) != 0, u.state.stale = (marks & STALE) != 0;
         u.state.forwards = marks & DUE ? 1 : marks & NEGATIVE ? -1 : 0;
         u.state.shard_grad = (uint8_t)states[k].shard_grad;
@@ -720,6 +683,26 @@ TEST(table, record_of_forwards_is_bounded) {
     CHECK_EQ_INT(b.model->num_order, 64);
     CHECK_EQ_INT(b.units[0]->state.forwards, FORWARDS);
     CHECK_OK(fsdp_model_reset(b.model));
+    bed_close(&b);
+}
+
+/* Without gradients a forward is not recorded: the text of a backward says so, but not that of a call
+   which a recorded forward, too, makes impossible. */
+TEST(table, text_of_gradients_off) {
+    bed b;
+    bed_open(&b, &settings[0], 1);
+    for (int due = 0; due < 2; due++) {
+        CHECK_OK(fsdp_pre_forward(b.units[0]));
+        if (!due) CHECK_OK(fsdp_set_grad_enabled(b.model, 0));
+        CHECK_OK(fsdp_post_forward(b.units[0]));
+        CHECK_OK(fsdp_set_grad_enabled(b.model, 0));
+        CHECK_STATUS(due ? fsdp_post_backward(b.units[0]) : fsdp_pre_backward(b.units[0]),
+                     FSDP_ERR_INVALID_STATE);
+        CHECK_EQ_INT(strstr(fsdp_last_error(b.s.world),
+                            " (gradients are off: fsdp_set_grad_enabled): call ") != NULL,
+                     !due);
+        CHECK_OK(fsdp_set_grad_enabled(b.model, 1));
+    }
     bed_close(&b);
 }
 
@@ -757,7 +740,7 @@ static int place_known(const model *m) {
 
 static void explore(const setting *set) {
     num_places = 1;
-    model_start(&places[0].m, set->world, set->async || set->threads, 2, NUM_PARAMS);
+    model_start(&places[0].m, set->world, set->async || set->threads, 2);
     places[0].from = -1;
     for (int i = 0; i < num_places; i++)
         for (int form = 0; form < NUM_FORMS; form++)
@@ -804,7 +787,7 @@ TEST_P(table, reachable_cells, settings, row->world > 3 ? MANY_RANKS : 0) {
             bed b;
             model m;
             bed_open(&b, row, 2);
-            model_start(&m, row->world, row->async || row->threads, 2, NUM_PARAMS);
+            model_start(&m, row->world, row->async || row->threads, 2);
             walk(&b, &m, i);
             check_getters(&b, &m, 0, 0);
             call_both(&b, &m, form, 0);
@@ -831,7 +814,8 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings, row->world > 3 
     CHECK_OK(fsdp_post_forward(b.units[0]));
     CHECK_OK(fsdp_pre_backward(b.units[0]));
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(b.s.world), "post_backward: unit 'B' is idle, and no forward of it waits"));
+    CHECK(strstr(fsdp_last_error(b.s.world),
+                 "post_backward: unit 'B' is idle, and no forward of it waits"));
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_IDLE); /* it has done its work */
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_STATUS(fsdp_post_forward(b.units[1]), FSDP_ERR_INVALID_STATE);
@@ -852,88 +836,6 @@ TEST_P(table, finalize_reports_the_first_failure_once, settings, row->world > 3 
     bed_close(&b);
 }
 
-/* A caller that follows the texts of wrong calls gets to the intended call from every state. */
-typedef fsdp_status (*hook_fn)(fsdp_unit *unit);
-static fsdp_status finalize_of(fsdp_unit *u) { return fsdp_finalize_backward(u->model); }
-static fsdp_status zero_of(fsdp_unit *u) { return fsdp_zero_grad(u->model); }
-static fsdp_status data_of(fsdp_unit *u) {
-    return lab_undefined(u->model, fsdp_data(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
-}
-static fsdp_status grad_of(fsdp_unit *u) {
-    return lab_undefined(u->model, fsdp_grad(u, WEIGHT)) ? FSDP_ERR_INVALID_STATE : FSDP_OK;
-}
-static const struct {
-    const char *name;
-    hook_fn call;
-} hooks[] = {{"pre_forward", fsdp_pre_forward},
-             {"post_forward", fsdp_post_forward},
-             {"pre_backward", fsdp_pre_backward},
-             {"post_backward", fsdp_post_backward},
-             {"finalize_backward", finalize_of},
-             {"data", data_of},
-             {"grad", grad_of},
-             {"zero_grad", zero_of}};
-enum { HOOKS = 5, MEANT = 8, WALK = 5 };
-
-static int follow(bed *b, int meant) { /* how many calls it took; -1: a text leads nowhere */
-    for (int calls = 0; calls < 6; calls++) {
-        if (hooks[meant].call(b->units[0]) == FSDP_OK) return calls;
-        const char *text = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
-        int h = 0;
-        if (!text) continue; /* finalize, which told an earlier failure again, and has ended */
-        text += strlen(": call fsdp_");
-        while (h < HOOKS && strncmp(text, hooks[h].name, strlen(hooks[h].name))) h++;
-        if (h == HOOKS) return -1;
-        (void)hooks[h].call(b->units[0]);
-    }
-    return -1;
-}
-
-TEST_P(table, texts_say_what_is_missing, settings, row->world > 3 ? MANY_RANKS : 0) {
-    int walks = 1, longest = 0;
-    if (row->threads) return; /* the same table */
-    for (int i = 0; i < WALK; i++) walks *= HOOKS;
-    for (int walk = 0; walk < walks; walk += 3) {
-        for (int meant = 0; meant < MEANT; meant++) {
-            bed b;
-            bed_open(&b, row, 1);
-            for (int i = 0, at = walk; i < WALK; i++, at /= HOOKS)
-                (void)hooks[at % HOOKS].call(b.units[0]);
-            int took = follow(&b, meant);
-            CHECK_MSG(took >= 0, "walk %d, %s: %s", walk, hooks[meant].name,
-                      fsdp_last_error(b.s.world));
-            if (took > longest) longest = took;
-            bed_close(&b);
-        }
-    }
-    h_message("at most %d calls lead to the one that was meant", longest);
-}
-
-/* Copies that were gathered before shards changed are gathered again; the values show it. */
-TEST_P(table, stale_copies_are_gathered_again, settings, row->world > 3 ? MANY_RANKS : 0) {
-    bed b;
-    int blocks = 0;
-    bed_open(&b, row, 2);
-    float *first, *again;
-    CHECK_OK(fsdp_set_reshard_after_forward(b.model, b.units[0], FSDP_RESHARD_NEVER));
-    CHECK_OK(fsdp_pre_forward(b.units[0]));
-    first = (float *)fsdp_data(b.units[0], WEIGHT);
-    CHECK(first && first[0] == 0.0f);
-    CHECK_OK(fsdp_post_forward(b.units[0]));
-    CHECK_EQ_INT(fsdp_unit_storage(b.units[0]), FSDP_STORAGE_UNSHARDED);
-    CHECK_OK(fsdp_unshard(b.units[1]));
-    CHECK_OK(fsdp_init_params(b.model, fill_ones, &blocks));
-    CHECK(blocks > 0);
-    for (int i = 0; i < 2; i++) {
-        CHECK_OK(fsdp_pre_forward(b.units[i]));
-        again = (float *)fsdp_data(b.units[i], WEIGHT);
-        CHECK(again && (row->threads || (again[0] == 1.0f && again[23] == 1.0f)));
-        CHECK_OK(fsdp_post_forward(b.units[i]));
-    }
-    CHECK_EQ_INT(b.gathers, row->world > 1 ? 4 : 0);
-    bed_close(&b);
-}
-
 /* ---- arguments that are refused --------------------------------------------------------------- */
 
 /* Arguments that PyTorch 2.15 refuses, and ones without sense that it accepts. Refused here too,
@@ -941,8 +843,8 @@ TEST_P(table, stale_copies_are_gathered_again, settings, row->world > 3 ? MANY_R
    test_mesh.c (mesh.refused, mesh_info.refused) and test_faults.c (faults.model_descs,
    faults.unit_descs, faults.null_and_range). A row's call is made on two units whose parameters are
    sharded over 4 ranks, after a step. It leaves the model as it was. */
-static fsdp_status add_to(bed *b, fsdp_model *m, const fsdp_unit_desc *desc, const fsdp_param_desc *params,
-                          int count) {
+static fsdp_status add_to(bed *b, fsdp_model *m, const fsdp_unit_desc *desc,
+                          const fsdp_param_desc *params, int count) {
     fsdp_unit_desc ud = *desc;
     fsdp_unit *unit = b->units[0];
     ud.params = params, ud.num_params = count;
@@ -1014,15 +916,17 @@ typedef struct {
 } told_sizes;
 static int ext_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
     const told_sizes *t = (const told_sizes *)user;
-    for (int i = 0; i < t->count && i < FSDP_GATHER_TENSORS; i++) nbytes[i] = t->nbytes ? t->nbytes : shard_numel;
+    for (int i = 0; i < t->count && i < FSDP_GATHER_TENSORS; i++)
+        nbytes[i] = t->nbytes ? t->nbytes : shard_numel;
     return t->count;
 }
-static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings, void *stream) {
+static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings,
+                           void *stream) {
     (void)user, (void)view, (void)strings, (void)stream;
     return FSDP_OK;
 }
-static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered, void *full,
-                            fsdp_dtype dtype, void *stream) {
+static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered,
+                            void *full, fsdp_dtype dtype, void *stream) {
     (void)user, (void)view, (void)gathered, (void)full, (void)dtype, (void)stream;
     return FSDP_OK;
 }
@@ -1091,7 +995,9 @@ static fsdp_status thaw_integers(bed *b) {
     CHECK_OK(fsdp_set_requires_grad(b->added, 0, 0));
     return fsdp_set_requires_grad(b->added, 0, 1);
 }
-static fsdp_status thaw_unknown(bed *b) { return fsdp_set_requires_grad(b->units[0], NUM_PARAMS, 1); }
+static fsdp_status thaw_unknown(bed *b) {
+    return fsdp_set_requires_grad(b->units[0], NUM_PARAMS, 1);
+}
 static fsdp_status thaw_negative(bed *b) { return fsdp_set_requires_grad(b->units[0], -1, 0); }
 static fsdp_status hook_unknown(bed *b) {
     return fsdp_set_post_accumulate_hook(b->units[0], NUM_PARAMS, NULL, NULL);
@@ -1111,7 +1017,8 @@ static fsdp_status no_unit(bed *b) {
                                fsdp_grad_norm(NULL, NULL),
                                fsdp_grad_norm(b->model, NULL),
                                fsdp_clip_grad_norm(NULL, 1, NULL)};
-    for (size_t k = 0; k < sizeof all / sizeof *all; k++) CHECK_STATUS(all[k], FSDP_ERR_INVALID_ARG);
+    for (size_t k = 0; k < sizeof all / sizeof *all; k++)
+        CHECK_STATUS(all[k], FSDP_ERR_INVALID_ARG);
     return FSDP_OK;
 }
 static fsdp_status clip_by(bed *b, double max_norm, double norm_type) {
@@ -1170,7 +1077,8 @@ static const struct {
     {"extension_without_post", "AssertionError", ext_no_post, ARG, "post_all_gather"},
     {"extension_without_pre", "AssertionError", ext_no_pre, ARG, "pre_all_gather"},
     {"extension_without_sizes", "(no such function)", ext_no_sizes, ARG, "sizes"},
-    {"extension_without_tensors", "IndexError", ext_none, ARG, "parameter 'w': its extension returned 0"},
+    {"extension_without_tensors", "IndexError", ext_none, ARG,
+     "parameter 'w': its extension returned 0"},
     {"extension_fewer_tensors", "IndexError", ext_less, ARG, "1..4"},
     {"extension_five_tensors", "(nothing)", ext_five, ARG, "1..4"},
     {"extension_negative_size", "(no such function)", ext_negative, ARG, "of sizes >= 0"},
@@ -1219,7 +1127,8 @@ static void picture(const bed *b, char *text, size_t size) {
     lab_fold(&hash, &c, sizeof c);
     size_t used = (size_t)snprintf(text, size, "%llx ", (unsigned long long)hash);
     for (int u = 0; u < b->num_units; u++)
-        used += (size_t)snprintf(text + used, size - used, "%d %d ", (int)fsdp_unit_state(b->units[u]),
+        used += (size_t)snprintf(text + used, size - used, "%d %d ",
+                                 (int)fsdp_unit_state(b->units[u]),
                                  (int)fsdp_unit_storage(b->units[u]));
     CHECK(fsdp_model_describe(b->model, text + used, size - used) < size - used);
 }
@@ -1243,99 +1152,13 @@ TEST_P(table, refused, refusals) {
     train_step(&b);
     picture(&b, before, sizeof before);
     const fsdp_status got = row->call(&b);
-    CHECK_MSG((int)got == row->expected, "%s: %s", fsdp_status_name(got), fsdp_last_error(b.s.world));
-    if (got) CHECK_MSG(strstr(fsdp_last_error(b.s.world), row->word), "%s", fsdp_last_error(b.s.world));
+    CHECK_MSG((int)got == row->expected, "%s: %s", fsdp_status_name(got),
+              fsdp_last_error(b.s.world));
+    if (got)
+        CHECK_MSG(strstr(fsdp_last_error(b.s.world), row->word), "%s", fsdp_last_error(b.s.world));
     picture(&b, after, sizeof after);
     CHECK_EQ_STR(after, before);
-    train_step(&b); /* finalize does not return it again: only a call at a wrong time stops a step */
+    train_step(
+        &b); /* finalize does not return it again: only a call at a wrong time stops a step */
     bed_close(&b);
-}
-
-/* ---- random calls ---------------------------------------------------------------------------- */
-
-static void set_randomly(bed *b, model *m, uint64_t *seed) {
-    int on = h_rand64(seed) % 3 != 0, at = (int)(h_rand64(seed) % (uint64_t)b->num_units);
-    int all = h_rand64(seed) % 2 == 0, what = (int)(h_rand64(seed) % 5);
-    if (what == 0) {
-        CHECK_OK(fsdp_set_grad_enabled(b->model, on)); /* in any state */
-        m->grad_enabled = on;
-    } else if (what == 1) {
-        CHECK_OK(fsdp_set_is_last_backward(b->model, on));
-        m->is_last = on;
-    } else {
-        fsdp_unit *u = all ? NULL : b->units[at];
-        fsdp_status expected = model_refuses(m, all ? -1 : at, FSDP_CALL_SET) < 0
-                                   ? FSDP_OK
-                                   : FSDP_ERR_INVALID_STATE;
-        if (what == 2) CHECK_STATUS(fsdp_set_requires_gradient_sync(b->model, u, on), expected);
-        if (what == 3)
-            CHECK_STATUS(fsdp_set_reshard_after_forward(
-                             b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER),
-                         expected);
-        if (what == 4) CHECK_STATUS(fsdp_set_reshard_after_backward(b->model, u, on), expected);
-        m->failed |= expected != FSDP_OK; /* finalize fails, too */
-        for (int i = 0; i < b->num_units && !expected; i++) {
-            if (!all && i != at) continue;
-            if (what == 2) m->units[i].sync = on;
-            if (what == 3) m->units[i].keep_forward = !on;
-            if (what == 4) m->units[i].keep_backward = !on;
-        }
-    }
-}
-
-/* After finalize: which parameters have a gradient. */
-static void check_grads(bed *b, const model *m) {
-    for (int i = 0; i < b->num_units; i++)
-        for (int k = 0; k < NUM_PARAMS; k++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CHECK_OK(fsdp_param_view_get(b->units[i], k, &v));
-            CHECK(v.shard && v.data);
-            CHECK_MSG((v.shard_grad != NULL) == m->units[i].has[k],
-                      "%s.%s has %s gradient, model %d", b->units[i]->desc.name, v.name,
-                      v.shard_grad ? "a" : "no", m->units[i].has[k]);
-        }
-}
-
-TEST_P(table, random_calls, settings, row->world > 3 ? MANY_RANKS : 0) {
-    enum { RUNS = 32, CALLS = 4000 };
-    uint64_t seed = h_seed() * 1000 + (uint64_t)row->world * 2 + (uint64_t)row->async;
-    int64_t possible = 0, impossible = 0;
-    for (int run = 0; run < RUNS; run++) {
-        bed b;
-        model m;
-        int num_units = 1 + run % MAX_UNITS;
-        bed_open(&b, row, num_units);
-        model_start(&m, row->world, row->async || row->threads, num_units, NUM_PARAMS);
-        for (int i = 0; i < CALLS; i++) {
-            int at = (int)(h_rand64(&seed) % (uint64_t)num_units);
-            int form = (int)(h_rand64(&seed) % 40);
-            if (form >= 32) {
-                form = 7; /* finalize: now and then a step has to end */
-                if (h_rand64(&seed) % 2) continue;
-            } else if (form >= 28) {
-                set_randomly(&b, &m, &seed);
-                continue;
-            } else if (form >= 16) {
-                form %= 4; /* hooks of a step, mostly */
-            }
-            if (!strcmp(forms[form].name, "finalize") && h_rand64(&seed) % 16 == 0)
-                form = NUM_FORMS - 1;
-            int failed = b.s.num_logged;
-            call_both(&b, &m, form, at);
-            if (b.s.num_logged > failed) impossible++;
-            else possible++;
-            if (!row->threads && forms[form].call == FSDP_CALL_FINALIZE &&
-                model_refuses(&m, -1, FSDP_CALL_ZERO_GRAD) < 0)
-                check_grads(&b, &m);
-            if (m.units[at].state == FSDP_STATE_PRE_BACKWARD)
-                for (int k = 0; k < NUM_PARAMS; k++)
-                    if (k != STILL && h_rand64(&seed) % 2) {
-                        CHECK(fsdp_grad(b.units[at], k));
-                        m.units[at].used[k] = 1;
-                    }
-        }
-        bed_close(&b);
-    }
-    h_message("%lld possible calls, %lld impossible ones", (long long)possible,
-              (long long)impossible);
 }
