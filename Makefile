@@ -317,13 +317,12 @@ torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh --filter=torchrun \
 	    FSDP_BUILD=$(BUILD) $(BUILD)/tests/test_cluster
 torch: ## the tests of fsdp_torch.h, where a LibTorch is: the Python package torch has one
-ifeq ($(TORCH),)
-	@echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"
-else
-	@$(SUBMAKE) $(BUILD)/torch/modules $(BUILD)/torch/train_gpt tools/fsdpck $(FSDPRUN)
-	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/modules \
-	    tests/torch/export.py
-endif
+	@torch='$(TORCH)'; if [ -z "$$torch" ]; then \
+	    echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"; \
+	else \
+	    $(SUBMAKE) TORCH="$$torch" $(addprefix $(BUILD)/torch/,modules train_gpt) tools/fsdpck $(FSDPRUN) && \
+	    tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH="$$torch" $(BUILD)/torch/modules tests/torch/export.py; \
+	fi
 llama-smol: ## train_llama with SmolLM2-135M next to transformers and PEFT, from pip (6 GB in build/venv)
 	@$(SUBMAKE) examples/llama/train_llama
 	@test -x $(BUILD)/venv/bin/python || python3 -m venv $(BUILD)/venv
