@@ -356,10 +356,12 @@ PCS  := share/pkgconfig/fsdp.pc \
         $(addprefix $(LIBDIR)/pkgconfig/,fsdp-lib.pc $(if $(GLOO_OBJ),fsdp-gloo.pc))
 DOCS  = LICENSE README.md CHANGELOG.md CITATION.cff SECURITY.md \
         $(wildcard docs/* examples/*.* examples/*/*.*)
+# Copies files with their folders, by one process for each folder.
+put   = set -e; $(foreach d,$(sort $(dir $2)),install -d $(INTO)/$1/$d && \
+            install -m 644 $(foreach f,$2,$(if $(filter $d,$(dir $f)),$f)) $(INTO)/$1/$d;)
 install: $(TOOLS) lib ## headers, libraries, tools, documents; PREFIX, DESTDIR, LIBDIR, GLOO=yes
-	for f in $(HEADERS) $(PARTS) $(wildcard backends/*.c[cu]); do \
-	    install -D -m 644 $$f $(INTO)/include/fsdp/$$f || exit 1; done
-	for f in $(DOCS); do install -D -m 644 $$f $(INTO)/share/doc/fsdp/$$f || exit 1; done
+	$(call put,include/fsdp,$(HEADERS) $(PARTS) $(wildcard backends/*.c[cu]))
+	$(call put,share/doc/fsdp,$(DOCS))
 	mkdir -p $(INTO)/share/pkgconfig $(INTO)/$(LIBDIR)/pkgconfig $(INTO)/bin
 	for pc in $(PCS); do up=$(UP); case $$pc in share/*) up=../../ ;; esac; \
 	    sed -e 's|@VERSION@|$(VERSION)|' -e "s|@includedir@|\$${pcfiledir}/$${up}include/fsdp|" \
