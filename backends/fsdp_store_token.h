@@ -12,6 +12,7 @@
 #ifndef FSDPI_BACKENDS_STORE_TOKEN_H
 #define FSDPI_BACKENDS_STORE_TOKEN_H
 
+#include "../src/base/macros.h"
 #include "../src/base/os.h"
 
 #include <stdio.h>
@@ -31,10 +32,10 @@ static void fsdpi_sha256_begin(fsdpi_sha256 *s) {
     s->bytes = 0;
 }
 
-static uint32_t fsdpi_sha256_turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
+FSDPI_MERGED uint32_t fsdpi_sha256_turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
 
-static inline void fsdpi_sha256_step(uint32_t *d, uint32_t *h, uint32_t a, uint32_t b, uint32_t c,
-                                     uint32_t e, uint32_t f, uint32_t g, uint32_t more) {
+FSDPI_MERGED void fsdpi_sha256_step(uint32_t *d, uint32_t *h, uint32_t a, uint32_t b, uint32_t c,
+                                    uint32_t e, uint32_t f, uint32_t g, uint32_t more) {
     uint32_t t = *h + more + (g ^ (e & (f ^ g))) +
                  (fsdpi_sha256_turn(e, 6) ^ fsdpi_sha256_turn(e, 11) ^ fsdpi_sha256_turn(e, 25));
     *d += t;

@@ -319,19 +319,24 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
         int64_t numel = b->numel[unit][i], bytes = numel * (int64_t)fsdp_dtype_size(dtype);
         CHECK(data || blind);
         if (data) plan_read(b, data, bytes);
-        if (data) lab_fold(&b->hash, data, (size_t)bytes);
+        if (data) lab_fold_fast(&b->hash, data, (size_t)bytes);
         int idle = plan_is_idle(b, unit, i);
         void *grad = backward && !idle ? fsdp_grad(b->unit[unit], i) : NULL;
         CHECK(!backward || idle || b->freezes ||
               (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
                                  (b->frozen_now && unit == 1 && i == 0)));
         if (grad) plan_write(b, grad, bytes);
-        for (int64_t k = 0; grad && k < numel; k++) {
+        if (!grad) continue;
+        double *value = lab_doubles(2 * numel), *sum = value + numel;
+        if (data) lab_load(value, data, dtype, numel);
+        lab_load(sum, grad, dtype, numel);
+        for (int64_t k = 0; k < numel; k++) {
             uint64_t h = lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step,
                                   (uint64_t)call_index * 16 + (uint64_t)i, (uint64_t)k);
-            double g = (blind ? 1 : lab_get(data, dtype, k)) * ((double)(h % 17) - 8) / 64;
-            lab_put(grad, dtype, k, lab_get(grad, dtype, k) + g);
+            sum[k] += (blind ? 1 : value[k]) * ((double)(h % 17) - 8) / 64;
         }
+        lab_store(grad, dtype, sum, numel);
+        free(value);
     }
 }
 
@@ -368,7 +373,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
                 "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
         if (!v.shard_grad) continue;
         plan_read(b, v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
-        lab_fold(&grads, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+        lab_fold_fast(&grads, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
         if (b->rests) continue;
         plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));
         for (int64_t k = 0; k < v.numel; k++)

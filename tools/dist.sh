@@ -13,6 +13,6 @@ rm -rf "$build/dist"
 mkdir -p "$build/dist/$name"
 git ls-files -z | xargs -0 cp --parents -t "$build/dist/$name"
 tools/amalgamate.py "$build/dist/$name/single"
-tar -c -I 'gzip -9n' -f "$build/$name.tar.gz" --format=gnu --sort=name --owner=0 --group=0 \
+tar -c -I 'gzip -n' -f "$build/$name.tar.gz" --format=gnu --sort=name --owner=0 --group=0 \
     --numeric-owner --mode=u=rwX,go=rX --mtime="@$(git log -1 --format=%ct)" \
     -C "$build/dist" "$name"

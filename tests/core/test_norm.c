@@ -41,18 +41,33 @@ static int parameters_of(const layout *l, int u, int place) {
     return coord(l, place, ~(l->shard[u] | l->replicate[u]));
 }
 
-/* The gradient that a position writes, and its sum over the positions that share the parameters:
-   small integers, so that every sum is exact. */
-static double written(const layout *l, int u, int p, int64_t e, int place) {
-    const int id = parameters_of(l, u, place);
-    return (double)((id * 31 + u * 17 + p * 5 + e * 7) % 23 - 11) +
-           2 * coord(l, place, l->shard[u]) + coord(l, place, l->replicate[u]);
+/* The gradient that a position writes: small integers, so that every sum is exact. The first part is
+   one for all positions with the same parameters. */
+static double common(int id, int u, int p, int64_t e) {
+    return (double)((id * 31 + u * 17 + p * 5 + e * 7) % 23 - 11);
 }
-static double gradient(const layout *l, int u, int p, int64_t e, int place) {
-    double sum = 0;
+static double own(const layout *l, int u, int place) {
+    return 2 * coord(l, place, l->shard[u]) + coord(l, place, l->replicate[u]);
+}
+static double written(const layout *l, int u, int p, int64_t e, int place) {
+    return common(parameters_of(l, u, place), u, p, e) + own(l, u, place);
+}
+
+/* The positions that share a position's parameters: their number, and the sum of their own parts. */
+typedef struct sharers {
+    int id, num;
+    double own;
+} sharers;
+
+static sharers sharers_of(const layout *l, int u, int place) {
+    sharers s = {parameters_of(l, u, place), 0, 0};
     for (int i = 0; i < l->numel; i++)
-        if (parameters_of(l, u, i) == parameters_of(l, u, place)) sum += written(l, u, p, e, i);
-    return sum;
+        if (parameters_of(l, u, i) == s.id) s.num++, s.own += own(l, u, i);
+    return s;
+}
+/* Returns the sum over these positions. */
+static double gradient(sharers s, int u, int p, int64_t e) {
+    return s.num * common(s.id, u, p, e) + s.own;
 }
 
 /* Computes the norm by definition: each distinct element once. */
@@ -61,9 +76,10 @@ static double norm_of(const layout *l, double power) {
     for (int u = 0; u < UNITS; u++)
         for (int place = 0; place < l->numel; place++) {
             if (coord(l, place, l->shard[u]) || coord(l, place, l->replicate[u])) continue;
+            const sharers s = sharers_of(l, u, place);
             for (int p = 0; p < PARAMS; p++)
                 for (int64_t e = 0; e < numel_of(u, p); e++) {
-                    const double g = fabs(gradient(l, u, p, e, place));
+                    const double g = fabs(gradient(s, u, p, e));
                     if (power < 1e300) sum += pow(g, power);
                     else if (g > sum) sum = g;
                 }
@@ -133,8 +149,9 @@ static void check_grads(const rig *x, const layout *l, int place, double factor)
     int seen = 0;
     while (fsdp_next_param(x->m, &v)) {
         const int u = v.unit == x->u[1];
+        const sharers s = sharers_of(l, u, place);
         for (int64_t k = 0; k < v.numel; k++) {
-            const double g = gradient(l, u, v.index, fsdp_view_index(&v, k), place) * factor;
+            const double g = gradient(s, u, v.index, fsdp_view_index(&v, k)) * factor;
             const double got = (double)((const float *)v.shard_grad)[k];
             W_CHECK(fabs(got - g) <= 1e-6 * fabs(g), "gradient %.9g, expected %.9g", got, g);
         }

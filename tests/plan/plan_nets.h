@@ -109,17 +109,6 @@ H_FN int64_t nets_numel(const nets_net *n, int u, int i) {
 H_FN fsdp_dtype nets_dtype(const nets_net *n) { return n->dtype ? n->dtype : FSDP_F32; }
 H_FN int nets_trains(const nets_net *n, int u, int i) { return !(n->unit[u].frozen >> i & 1); }
 
-H_FN void nets_fold(uint64_t *hash, const void *data, size_t nbytes) { /* eight bytes at a time */
-    const char *p = (const char *)data;
-    uint64_t x;
-    for (; nbytes >= 8; nbytes -= 8, p += 8) {
-        memcpy(&x, p, 8);
-        *hash = (*hash ^ x) * 0x9e3779b97f4a7c15u;
-        *hash ^= *hash >> 29;
-    }
-    lab_fold(hash, p, nbytes);
-}
-
 /* Converts as lab_load does, but faster for float32, which nearly all numbers are. */
 H_FN void nets_load(double *to, const void *from, fsdp_dtype dtype, int64_t numel) {
     if (dtype != FSDP_F32) lab_load(to, from, dtype, numel);
@@ -149,7 +138,7 @@ H_FN uint64_t nets_read(nets_bed *b, int u) {
         const int64_t numel = nets_numel(b->net, u, i);
         CHECK(data || !numel);
         nets_touch(b, 0, data, numel);
-        nets_fold(&hash, data, (size_t)numel * fsdp_dtype_size(nets_dtype(b->net)));
+        lab_fold_fast(&hash, data, (size_t)numel * fsdp_dtype_size(nets_dtype(b->net)));
     }
     return hash;
 }
@@ -210,7 +199,7 @@ H_FN void nets_open_unit(nets_bed *b, int u, int backward) {
         if (b->nudge_unit == u && b->nudge_param == i) b->x[u][i][b->nudge_at] += b->nudge;
     }
     b->bytes[u] = nets_read(b, u);
-    nets_fold(&b->seen, &b->bytes[u], sizeof b->bytes[u]);
+    lab_fold_fast(&b->seen, &b->bytes[u], sizeof b->bytes[u]);
     if (b->job->watched) nets_check_places(b, u);
     b->open[u] = 1;
 }
@@ -738,7 +727,7 @@ H_FN void nets_fold_ops(nets_bed *b, int from, uint64_t *hash, int *count) {
                                   op->count, op->out_dtype, op->bytes,  op->accumulate,
                                   op->state, op->redop,     op->step,   lab_bits(op->scale)};
         if (op->kind == FSDP_OP_HOOK) continue;
-        nets_fold(hash, words, sizeof words);
+        lab_fold_fast(hash, words, sizeof words);
         if (op->unit) lab_fold(hash, fsdp_unit_name(op->unit), strlen(fsdp_unit_name(op->unit)));
         ++*count;
     }
@@ -766,14 +755,14 @@ H_FN void nets_step(nets_bed *b, nets_result *out, int it) {
     while (fsdp_next_param(b->m, &v)) {
         CHECK((v.shard_grad != NULL) == (v.requires_grad && v.numel > 0) || !v.numel);
         if (v.shard_grad)
-            nets_fold(&out->grads[it], v.shard_grad,
-                      (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+            lab_fold_fast(&out->grads[it], v.shard_grad,
+                          (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
     }
     CALL(b->w, fsdp_sgd_step(b->sgd, 1e-4));
     CALL(b->w, fsdp_zero_grad(b->m));
     memset(&v, 0, sizeof v);
     while (fsdp_next_param(b->m, &v))
-        nets_fold(&out->shards[it], v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        lab_fold_fast(&out->shards[it], v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
     for (int u = 0; u < b->net->num_units; u++) nets_say_state(b, u);
     out->seen[it] = b->seen, out->states[it] = b->states, out->draws[it] = b->draws;
     out->mode[it] = b->plan ? fsdp_plan_state(b->plan) : FSDP_PLAN_MODE_COUNT;

@@ -7,12 +7,11 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from xml.etree import ElementTree
 
-from harness import Skip, check, run
+from harness import Skip, check, python, run
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 TOOL = os.path.join(ROOT, "tools/bench_report")
@@ -244,8 +243,7 @@ def tree(folder):
 
 
 def in_tree(folder, *arguments):
-    r = subprocess.run([sys.executable, os.path.join(folder, "tools/bench_report"), *arguments],
-                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    r = python(os.path.join(folder, "tools/bench_report"), *arguments)
     return r.returncode, r.stdout
 
 
@@ -372,8 +370,7 @@ It takes 3.3 MB of 5 MB.
 
 
 def test_pictures_of_the_document():
-    r = subprocess.run([sys.executable, TOOL], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                       universal_newlines=True)
+    r = python(TOOL)
     check(r.returncode == 0 and not r.stdout, r.stdout)
 
 

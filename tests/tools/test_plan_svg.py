@@ -6,11 +6,10 @@ are none."""
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from xml.etree import ElementTree
 
-from harness import Skip, check, run
+from harness import Skip, check, python, run
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 EXAMPLE = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "examples/07_plan")
@@ -62,8 +61,7 @@ def draw(text):
         path = os.path.join(folder, "plan.txt")
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-        r = subprocess.run([sys.executable, os.path.join(ROOT, "tools/plan_svg"), path],
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+        r = python(os.path.join(ROOT, "tools/plan_svg"), path, stderr=subprocess.PIPE)
     return r.returncode, r.stderr, r.stdout
 
 

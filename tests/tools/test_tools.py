@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 
-from harness import Skip, check, run, sh
+from harness import Skip, check, python, run, sh
 
 TOOLS = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
 SPDX = "SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */\n"
@@ -97,13 +96,16 @@ def tree(also=(), **changes):
 PASSES = set()  # names of checks that have passed the good tree
 
 
+def passes(name, root):
+    r = python(f"{TOOLS}/check_text.py", name, cwd=root)
+    check(r.returncode == 0, f"{name}: {r.stdout}")
+
+
 def finds(name, wanted, *others, **changes):
     """The check passes the good tree, and complains about a changed one in these words."""
     for changed in [{}] * (name not in PASSES) + [changes]:
         with tree(**changed) as root:
-            r = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), name],
-                               cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               universal_newlines=True)
+            r = python(f"{TOOLS}/check_text.py", name, cwd=root)
         check((r.returncode == 0) == (not changed), f"{name} {list(changed)}: {r.stdout}")
         for words in (wanted, *others) if changed else ():
             check(words in r.stdout, f"{name}: {r.stdout}instead of: {words}")
@@ -111,7 +113,8 @@ def finds(name, wanted, *others, **changes):
 
 
 def amalgamate(root, name="fsdp.h"):
-    sh(f"{sys.executable} {TOOLS}/amalgamate.py single {root}", cwd=root)
+    r = python(f"{TOOLS}/amalgamate.py", "single", root, cwd=root)
+    check(r.returncode == 0, r.stdout)
     with open(os.path.join(root, "single", name), encoding="utf-8") as f:
         return f.read()
 
@@ -175,9 +178,8 @@ def test_amalgamate_changes():
     """A part that is new, and one that is gone."""
     include = GOOD["fsdp.h"].replace("#include \"src/core/b.h\"\n", "#include \"src/core/c.h\"\n")
     with tree(fsdp_h=include) as root:
-        command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), "single", root]
-        r = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        check(r.returncode == 1 and b"cannot find src/core/c.h" in r.stderr, str(r))
+        r = python(f"{TOOLS}/amalgamate.py", "single", root, cwd=root)
+        check(r.returncode == 1 and "cannot find src/core/c.h" in r.stdout, str(r))
         os.rename(os.path.join(root, "src/core/b.h"), os.path.join(root, "src/core/c.h"))
         text = amalgamate(root)
         check("== src/core/c.h ==" in text and "    src/core/c.h             the second\n" in text, text)
@@ -258,7 +260,7 @@ def test_extensions():
           fsdp_more_h=GOOD["fsdp_more.h"] + "int x[FSDPI_N];\n")
     base = {"src/base/z.h": "static int fsdpi_z(void);\n"}  # names of src/base/ are everyone's
     with tree(fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_z();\n", also=base) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py extensions", cwd=root)
+        passes("extensions", root)
 
 
 def test_port():
@@ -272,7 +274,7 @@ def test_port():
                'const char *text = "cannot make it by memfd_create (errno %d)";\n')
     with tree(src_core_a_h=GOOD["src/core/a.h"] + allowed,
               also={"src/base/os.h": "int x = prctl(1);\n"}) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py port", cwd=root)
+        passes("port", root)
 
 
 def test_callers():
@@ -294,7 +296,7 @@ def test_callers():
                                  " backends/fsdp_base.h (fsdpi_a), core/b.h\n"
                                  "   (fsdpi_a) and others.\n   Source: torch: gone.h.\n\n   By gone.h. "),
               also=users) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py callers", cwd=root)
+        passes("callers", root)
 
 
 def test_english():
@@ -303,7 +305,7 @@ def test_english():
         text = GOOD[name] + one % words * 6
         finds("english", f"{name}: {words.split(', ')[0]}", **{re.sub(r"\W", "_", name): text})
     with tree(src_core_a_h=GOOD["src/core/a.h"] + one % "behind" * 5 + 'int x[] = {"behind"};\n') as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py english", cwd=root)
+        passes("english", root)
 
 
 def test_functions():
@@ -316,12 +318,11 @@ def test_functions():
                  '"{";', "// }", "#if A\nif (x) {\n#elif B\nif (y) {\n#else\n{\n#endif\n}"):
         broken += function(60).replace("}\n", line + "\n") + function(60).replace("static int f(void) {\n", "")
     with tree(src_core_a_h=GOOD["src/core/a.h"] + broken) as root:
-        out = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "functions"], cwd=root,
-                             stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+        out = python(f"{TOOLS}/check_text.py", "functions", cwd=root).stdout
     check(out.count("src/core/a.h:") == 11 and out.count(" lines, at most 100") == 10, out)  # and the note
     more = GOOD["src/core/a.h"] + 'static int x[] = {\n' + "1,\n" * 150 + "};\nstruct s {\n" + "int x;\n" * 150 + "};\n"
     with tree(src_core_a_h=more) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py functions", cwd=root)  # neither is a function
+        passes("functions", root)  # neither is a function
 
 
 def test_other_names():
@@ -377,7 +378,7 @@ def test_docs():
           "\n".join(some(f"fsdp_{i}", comment) for i, comment in enumerate(empty)))
     with tree(fsdp_more_h=GOOD["fsdp_more.h"] + some("fsdp_1", "\n   Result, Allocates  as fsdp_all") +
               some("fsdp_2", "\n   Result      FSDP_OK; IO      Allocates yes")) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py docs", cwd=root)
+        passes("docs", root)
 
 
 def test_names():
@@ -390,7 +391,7 @@ def test_names():
           docs_architecture_md=GOOD["docs/architecture.md"] + "".join(f"see {name}.\n" for name in gone))
     there = "see `a.h`, src/core/a.h, src/core/, [parity](parity.md), [b](../src/core/b.h), https://a.b/c.h, *.md.\n"
     with tree(docs_architecture_md=GOOD["docs/architecture.md"] + there) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py names", cwd=root)
+        passes("names", root)
     finds("names", "docs/architecture.md:3: no such name: fsdp_invented",
           docs_architecture_md="\n```\nfsdp_invented\n```\n")
     finds("names", "docs/architecture.md:3: no such step, pool, stream or mark: GATHER",
@@ -443,7 +444,7 @@ def test_ported_tests():
     for complaint, text in bad:
         finds("tests", complaint, tests_core_test_fully_shard_a_c=text)
     with tree(tests_core_test_fully_shard_a_c=ported + own + new) as root:
-        sh(f"{sys.executable} {TOOLS}/check_text.py tests", cwd=root)
+        passes("tests", root)
 
 
 def test_counts():
@@ -458,8 +459,7 @@ def test_counts():
     def counted(**changes):
         with tree(also=dict(here, **{k: v for k, v in changes.items() if "/" in k}),
                   README_md=changes.get("README", readme)) as root:
-            return subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), "tests"], cwd=root,
-                                  stdout=subprocess.PIPE, universal_newlines=True, check=False).stdout
+            return python(f"{TOOLS}/check_text.py", "tests", cwd=root).stdout
     check(counted().startswith("note: "), counted())
     for changes, wanted in [
             ({"tests/golden/train_a.txt": "case x\n"}, "train_a.txt: 1 cases, its test expects 2"),
@@ -667,11 +667,11 @@ def test_variants_miss_nothing():
     """A program with a test that has a tag is among those that are built for the tag."""
     programs = built()
     tags = [night + tag for tag in "shm asan tsan bits gloo nccl".split() for night in ("", "night.")]
-    for tag in tags:
-        known = sh(f"{TOOLS}/variants.sh programs {tag}").split()
-        for name, path in programs.items():
-            if name not in known:
-                check(not sh(f"{path} --list --tags={tag}"), f"{tag}: {name} is missing")
+    known = {tag: sh(f"{TOOLS}/variants.sh programs {tag}").split() for tag in tags}
+    for name, path in programs.items():
+        others = ":".join(tag for tag in tags if name not in known[tag])
+        told = others and sh(f"{path} --list --tags={others}")
+        check(not told, f"{name} is missing from programs of {others}: {told}")
 
 
 def test_variants_run_every_test():
@@ -850,8 +850,7 @@ def errors(code, listed, *args):
         path = os.path.join(root, "docs", "errors.md")
         with open(path, "w", encoding="utf-8") as f:
             f.write(listed)
-        r = subprocess.run([sys.executable, os.path.join(TOOLS, "errors"), *args], cwd=root,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        r = python(f"{TOOLS}/errors", *args, cwd=root)
         with open(path, encoding="utf-8") as f:
             return r.returncode, r.stdout, f.read()
 
@@ -974,8 +973,7 @@ def floors(picture=None, **changes):
             with open(os.path.join(root, name), "w", encoding="utf-8") as f:
                 f.write(text)
         for args in [["-o", "docs/floors.svg"]] * (picture is None) + [[]]:
-            r = subprocess.run([sys.executable, os.path.join(TOOLS, "floors"), *args], cwd=root,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+            r = python(f"{TOOLS}/floors", *args, cwd=root)
         with open(os.path.join(root, "docs/floors.svg"), encoding="utf-8") as f:
             return r.returncode, r.stdout, f.read()
 
@@ -1027,6 +1025,7 @@ def test_floors_have_room():
             check(a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{a} {b}")
 
 MUTATED = """/* src/core/small.h - SPDX-License-Identifier: MIT */
+#include <unistd.h>
 enum { FSDPI_RED, FSDPI_GREEN, FSDPI_COUNT };
 static int fsdpi_least(int a, int b) { return a < b ? a : b; }
 // A comment with a < b, and "a string" { ( of which nothing is a mutant.
@@ -1046,7 +1045,7 @@ static int fsdpi_color(int x) {
     return 7;
 }
 static void fsdpi_clear(int *list, int n) {
-    while (n > 0) list[--n] = 0;
+    for (; n > 0; usleep(9999)) list[--n] = 0; // without its statement this has no end, but sleeps
 }
 """
 MUTATED_MAKEFILE = """probes:
@@ -1090,8 +1089,7 @@ def mutate(root, *args, entries="", status=0):
             f.write(text)
     os.chmod(os.path.join(tree, "tools/variants.sh"), 0o755)
     sh("git init -q && git add .", cwd=tree)
-    r = subprocess.run([os.path.join(TOOLS, "mutate"), "--tree", tree, "--scratch", os.path.join(root, "copy"),
-                        *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+    r = python(f"{TOOLS}/mutate", "--tree", tree, "--scratch", os.path.join(root, "copy"), *args)
     check(r.returncode == status, f"mutate {args}: status {r.returncode}: {r.stdout}")
     return r.stdout
 
@@ -1141,10 +1139,11 @@ def test_mutants_run():
         for line in ["caught    small.swapped  by test_small (small.first)",
                      "caught    small.void  by test_small (small.second)",
                      "broken    small.nowhere: its text is in fsdpi_least 0 times",
-                     "broken    small.no_c  src/core/small.h:11",
+                     "broken    small.no_c  src/core/small.h:12",
                      "caught    src/core/small.h:fsdpi_sum:assign:1  by test_small (small.second)",
-                     "LIVED     src/core/small.h:fsdpi_sum:condition:2  1 of 1 tests  src/core/small.h:9: "
+                     "LIVED     src/core/small.h:fsdpi_sum:condition:2  1 of 1 tests  src/core/small.h:10: "
                      "without the condition n != 7",
+                     "caught    src/core/small.h:fsdpi_clear:statement:1  by test_small (small.second): hang",
                      "UNREACHED src/core/small.h:fsdpi_color:enum:1",
                      "left out: test_broken (small.first): it fails without"]:
             check(line in out, f"{line}: {out}")
