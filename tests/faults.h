@@ -217,8 +217,8 @@ H_FN int shutdown_ms(const job *j, int rank) {
     return (int)((j->rank[rank].left_ns - j->rank[rank].failed_ns) / 1000000);
 }
 
-/* Returns 1 if more time has passed since `begin_ns` than is allowed. To ask the kernel how busy the
-   machine was takes long: it is done only later than a quiet machine would need. */
+/* Returns 1 if more time has passed since `begin_ns` than is allowed. To ask the kernel how busy
+   the machine was takes long: it is done only later than a quiet machine would need. */
 H_FN int is_overdue(const job *j, int64_t begin_ns, int64_t limit_ms) {
     const int64_t took_ms = (now_ns() - begin_ns) / 1000000;
     return took_ms > limit_ms && took_ms > allowed_ms(j, limit_ms);
