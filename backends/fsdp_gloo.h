@@ -125,7 +125,9 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // bytes of a comm for data that it reduces
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most bytes that are reduced at a time
 #define FSDPI_GLOO_SHORT      ((size_t)2 << 20)  // most bytes that move without Gloo's thread
-#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most bytes of one message: each has a timeout
+#ifndef FSDPI_GLOO_GATHER
+#define FSDPI_GLOO_GATHER ((size_t)16 << 20) // most bytes of one message: each has a timeout
+#endif
 #define FSDPI_GLOO_CLOSE_NS 500000000          // close handshakes: all groups; then the world
 #define FSDPI_GLOO_GRACE      20                 // ms for messages sent before a failure
 #define FSDPI_GLOO_ALONE_NS   200000000          // wait after the store's end, see fsdpi_gloo_lost

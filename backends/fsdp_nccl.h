@@ -130,7 +130,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #endif
 #define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end a comm: its threads sleep
 #define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
-#define FSDPI_NCCL_NAP_NS     50000                 // period of polling a call in progress
+#define FSDPI_NCCL_NAP_NS     50000                 // first nap of a thread that polls
 #define FSDPI_NCCL_GRACE_NS   ((int64_t)3000000000) // head start of this rank's watchdog
 #define FSDPI_NCCL_BEHIND_NS  ((int64_t)1000000000) // head start of the watchdogs of peers
 #define FSDPI_NCCL_SHOWN      8                     // operations that are logged after a failure
@@ -296,18 +296,26 @@ static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char
     return fsdpi_comm_fail(&c->base, status, "%s", text);
 }
 
+// Sleeps FSDPI_NCCL_NAP_NS at first, and each time an eighth longer, up to 20 times as long: a wait
+// ends soon after what it waits for, and a long one takes little time of a processor.
+static void fsdpi_nccl_nap(int64_t *ns) {
+    const int64_t next = *ns ? *ns + *ns / 8 : FSDPI_NCCL_NAP_NS;
+    *ns = next < 20 * FSDPI_NCCL_NAP_NS ? next : 20 * FSDPI_NCCL_NAP_NS;
+    fsdpi_sleep_ns(*ns);
+}
+
 /* Waits for a call in progress, and returns its result. With NCCL_COMM_BLOCKING=0 a communicator is
    non-blocking: a call may return while it is in progress, and no other call is allowed until it
    has ended. */
 static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, ncclComm_t nccl) {
-    int64_t start = fsdpi_boot_now(c->base.boot);
+    int64_t start = fsdpi_boot_now(c->base.boot), nap_ns = 0;
     while (result == ncclInProgress) {
         ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
         if (asked != ncclSuccess) return asked;
         if (result != ncclInProgress) break;
         if (fsdpi_comm_failed(&c->base)) return ncclInternalError;
         if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) break;
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_nccl_nap(&nap_ns);
     }
     return result;
 }
@@ -354,8 +362,9 @@ static int fsdpi_nccl_call_take(fsdpi_nccl_call *call) {
 }
 
 static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
+    int64_t nap_ns = 0;
     while (result == ncclInProgress && nccl) { // the thread's caller has the deadline
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_nccl_nap(&nap_ns);
         if (ncclCommGetAsyncError(nccl, &result) != ncclSuccess) return ncclSystemError;
     }
     return result;
@@ -868,10 +877,10 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
 /* Takes the lock `issue`, as a communicator must not be aborted while it is used. Waits at most
    FSDPI_NCCL_ABORT_NS for a thread inside NCCL, which may hang. Returns 0 if it has no lock. */
 static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w)), nap_ns = 0;
     int locked = fsdpi_try_lock(&w->issue);
     while (!locked && fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ABORT_NS) {
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_nccl_nap(&nap_ns);
         locked = fsdpi_try_lock(&w->issue);
     }
     return locked;
@@ -1484,11 +1493,11 @@ static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
 
 // Waits until the monitor has aborted the communicators of a failed world.
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w)), nap_ns = 0;
     while (w->num_threads > 1 && !FSDPI_LOAD(&w->aborted) &&
            fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < 3 * FSDPI_NCCL_ABORT_NS) {
         fsdpi_nccl_wake(w);
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_nccl_nap(&nap_ns);
     }
 }
 

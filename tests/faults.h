@@ -183,8 +183,8 @@ H_FN void start(job *j) {
     }
 }
 
-/* Looks at the processes once, and sleeps 0.3 ms. Returns the number of running ones. */
-H_FN int look(job *j) {
+/* Looks at the processes once, and sleeps `us`. Returns the number of running ones. */
+H_FN int look_for(job *j, useconds_t us) {
     static int64_t last;
     int64_t now = now_ns();
     int running = 0;
@@ -195,9 +195,10 @@ H_FN int look(job *j) {
         if (!r->ended && waitpid(j->pid[k], &r->how, WNOHANG) == j->pid[k]) r->ended = 1;
         running += !r->ended;
     }
-    usleep(300);
+    if (running) usleep(us);
     return running;
 }
+H_FN int look(job *j) { return look_for(j, 300); }
 
 /* Returns a time limit for this machine: longer by its slowness, and by the time that others
    used it. */
@@ -216,12 +217,19 @@ H_FN int shutdown_ms(const job *j, int rank) {
     return (int)((j->rank[rank].left_ns - j->rank[rank].failed_ns) / 1000000);
 }
 
+/* Returns 1 if more time has passed since `begin_ns` than is allowed. To ask the kernel how busy
+   the machine was takes long: it is done only later than a quiet machine would need. */
+H_FN int is_overdue(const job *j, int64_t begin_ns, int64_t limit_ms) {
+    const int64_t took_ms = (now_ns() - begin_ns) / 1000000;
+    return took_ms > limit_ms && took_ms > allowed_ms(j, limit_ms);
+}
+
 /* Waits until all ranks have ended. Prints and kills those that are late, and returns their
    number. */
 H_FN int finish(job *j, int64_t limit_ms) {
     int64_t begin = now_ns();
     int left = look(j);
-    while (left && now_ns() < begin + allowed_ms(j, limit_ms) * 1000000) left = look(j);
+    while (left && !is_overdue(j, begin, limit_ms)) left = look_for(j, 2000);
     for (int k = 0; k < j->world && left; k++) {
         report *r = &j->rank[k];
         if (r->ended) continue;
@@ -249,7 +257,7 @@ H_FN int await_results(job *j, int except, int64_t limit_ms) {
     for (int k = 0; k < j->world; k++)
         while (k != except && !__atomic_load_n(&j->rank[k].failed_ns, __ATOMIC_SEQ_CST)) {
             (void)look(j);
-            if (now_ns() > begin + allowed_ms(j, limit_ms) * 1000000) return 0;
+            if (is_overdue(j, begin, limit_ms)) return 0;
         }
     return 1;
 }

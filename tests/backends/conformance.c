@@ -175,24 +175,32 @@ enum { BLOCK = 512 }; // elements per block of fsdpi_reduce
 static const int sizes[] = {0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, BIG};
 #define LENGTH(a) (int)(sizeof(a) / sizeof(a)[0])
 
-/* Stores element i of a rank's data in round `salt`: a float in (-1, 1), or any integer. */
-static __attribute__((noinline)) void put(void *at, fsdp_dtype dtype, int rank, int64_t i,
-                                          uint64_t salt) {
-    uint64_t state = (uint64_t)rank * 0x10001 + (uint64_t)i * 0x9E3779B9 + salt * 0xABCDEF12345,
-             bits = h_rand64(&state);
-    float x = (float)((double)(bits >> 40) / (double)(1 << 23) - 1.0);
-    double wide = (double)(int64_t)(bits >> 11) / 4503599627370496.0 - 1.0;
-    size_t size = fsdp_dtype_size(dtype) < sizeof bits ? fsdp_dtype_size(dtype) : sizeof bits;
-    if (!fsdp_dtype_is_float(dtype)) memcpy(at, &bits, size);
-    else if (dtype == FSDP_F64) memcpy(at, &wide, sizeof wide);
-    else CHECK_OK(fsdp_convert(at, dtype, &x, FSDP_F32, 1));
+/* Stores `count` elements of a rank's data in round `salt`, from `first` on: floats in (-1, 1), or any
+   integers. CHUNK at a time, so that what depends on the dtype is decided once. */
+enum { CHUNK = 256 };
+static __attribute__((noinline)) void put(char *at, fsdp_dtype dtype, int rank, int64_t first,
+                                          int64_t count, uint64_t salt) {
+    const int is_float = fsdp_dtype_is_float(dtype);
+    const size_t size = fsdp_dtype_size(dtype);
+    const uint64_t base = (uint64_t)rank * 0x10001 + salt * 0xABCDEF12345;
+    float narrow[CHUNK];
+    double wide[CHUNK];
+    for (int64_t n; count; first += n, count -= n, at += (size_t)n * size) {
+        n = count < CHUNK ? count : CHUNK;
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t state = base + (uint64_t)(first + i) * 0x9E3779B9, bits = h_rand64(&state);
+            if (!is_float) memcpy(at + (size_t)i * size, &bits, size);
+            wide[i] = (double)(int64_t)(bits >> 11) / 4503599627370496.0 - 1.0;
+            narrow[i] = (float)((double)(bits >> 40) / (double)(1 << 23) - 1.0);
+        }
+        if (dtype == FSDP_F64) memcpy(at, wide, (size_t)n * sizeof *wide);
+        else if (is_float) CHECK_OK(fsdp_convert(at, dtype, narrow, FSDP_F32, n));
+    }
 }
 
 static void fill(char *at, fsdp_dtype dtype, int64_t start, int64_t count, int rank,
                  uint64_t salt) {
-    size_t size = fsdp_dtype_size(dtype);
-    for (int64_t i = start; i < start + count; i++)
-        put(at + (size_t)i * size, dtype, rank, i, salt);
+    put(at + (size_t)start * fsdp_dtype_size(dtype), dtype, rank, start, count, salt);
 }
 
 /* Rounds x to f32 unless the sum is in f64. A sum or product of two floats that is computed in
@@ -202,38 +210,67 @@ static double as_wide(int wide, double x) {
     return wide ? x : (double)narrow;
 }
 
-/* Computes one element of dst (op)= ..., in rank order. `volatile` keeps the compiler from fusing a
-   product and a sum. */
-static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype dtype, int world,
-                       double scale, int accumulate, fsdp_redop redop) {
-    size_t size = fsdp_dtype_size(dtype);
-    if (!fsdp_dtype_is_float(dtype)) {
-        int64_t sum = 0;
-        for (int k = 0; k < world; k++) {
-            int64_t x = 0;
-            int32_t narrow;
-            memcpy(&narrow, (const char *)srcs + (size_t)k * size, sizeof narrow);
-            if (dtype == FSDP_I64) memcpy(&x, (const char *)srcs + (size_t)k * size, sizeof x);
-            else x = narrow;
-            if (k == 0 || (redop == FSDP_MAX && x > sum) || (redop == FSDP_MIN && x < sum)) sum = x;
-            else if (redop == FSDP_SUM) sum = (int64_t)((uint64_t)sum + (uint64_t)x);
-        }
-        int32_t narrow = (int32_t)sum;
-        if (dtype == FSDP_I64) memcpy(dst, &sum, sizeof sum);
-        else memcpy(dst, &narrow, sizeof narrow);
-        return;
-    }
-    const int wide = dtype == FSDP_F64 || out == FSDP_F64;
-    volatile double sum = 0;
+/* Computes elements [first, first + count) of a sum of integers over all ranks, at most CHUNK. */
+static void reduce_ints(char *dst, fsdp_dtype dtype, int world, int64_t first, int64_t count,
+                        fsdp_redop redop, uint64_t salt) {
+    char values[CHUNK * 8];
+    int64_t sum[CHUNK], x;
+    const size_t size = fsdp_dtype_size(dtype);
     for (int k = 0; k < world; k++) {
-        volatile double x = lab_get(srcs, dtype, k);
-        if (k == 0) sum = x;
-        else if (redop == FSDP_SUM) sum = as_wide(wide, sum + x);
-        else if (redop == FSDP_MAX ? x > sum : x < sum) sum = x;
+        put(values, dtype, k, first, count, salt);
+        for (int64_t i = 0; i < count; i++) {
+            int32_t narrow;
+            memcpy(&narrow, values + (size_t)i * size, sizeof narrow);
+            if (dtype == FSDP_I64) memcpy(&x, values + (size_t)i * size, sizeof x);
+            else x = narrow;
+            if (k == 0 || (redop == FSDP_MAX && x > sum[i]) || (redop == FSDP_MIN && x < sum[i]))
+                sum[i] = x;
+            else if (redop == FSDP_SUM) sum[i] = (int64_t)((uint64_t)sum[i] + (uint64_t)x);
+        }
     }
-    if (scale != 1.0) sum = as_wide(wide, sum * as_wide(wide, scale));
-    if (accumulate) sum = as_wide(wide, lab_get(dst, out, 0) + sum);
-    lab_put(dst, out, 0, sum);
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t narrow = (int32_t)sum[i];
+        if (dtype == FSDP_I64) memcpy(dst + (size_t)i * size, &sum[i], size);
+        else memcpy(dst + (size_t)i * size, &narrow, size);
+    }
+}
+
+/* The same for floats: dst (op)= ..., in rank order. `volatile` keeps the compiler from fusing a
+   product and a sum. */
+static void reduce_floats(char *dst, fsdp_dtype out, fsdp_dtype dtype, int world, int64_t first,
+                          int64_t count, double scale, int accumulate, fsdp_redop redop,
+                          uint64_t salt) {
+    char values[CHUNK * 8];
+    double sum[CHUNK], x[CHUNK];
+    const int wide = dtype == FSDP_F64 || out == FSDP_F64;
+    for (int k = 0; k < world; k++) {
+        put(values, dtype, k, first, count, salt);
+        lab_load(k ? x : sum, values, dtype, count);
+        for (int64_t i = 0; i < count && k; i++) {
+            if (redop == FSDP_SUM) sum[i] = as_wide(wide, sum[i] + x[i]);
+            else if (redop == FSDP_MAX ? x[i] > sum[i] : x[i] < sum[i]) sum[i] = x[i];
+        }
+    }
+    const double by = as_wide(wide, scale);
+    for (int64_t i = 0; i < count && scale != 1.0; i++) {
+        volatile double product = sum[i] * by;
+        sum[i] = as_wide(wide, product);
+    }
+    if (accumulate) lab_load(x, dst, out, count);
+    for (int64_t i = 0; i < count && accumulate; i++) sum[i] = as_wide(wide, x[i] + sum[i]);
+    lab_store(dst, out, sum, count);
+}
+
+/* Computes `count` elements of a reduction over all ranks, of their elements from `first` on. */
+static void reduce(char *dst, fsdp_dtype out, fsdp_dtype dtype, int world, int64_t first,
+                   int64_t count, double scale, int accumulate, fsdp_redop redop, uint64_t salt) {
+    const int is_float = fsdp_dtype_is_float(dtype);
+    const size_t size = fsdp_dtype_size(out);
+    for (int64_t n; count; first += n, count -= n, dst += (size_t)n * size) {
+        n = count < CHUNK ? count : CHUNK;
+        if (!is_float) reduce_ints(dst, dtype, world, first, n, redop, salt);
+        else reduce_floats(dst, out, dtype, world, first, n, scale, accumulate, redop, salt);
+    }
 }
 
 /* ---- collectives ----------------------------------------------------------------------------- */
@@ -284,10 +321,8 @@ static void gather_case(rank_state *s, fsdp_dtype dtype, int size, int several, 
         const fsdp_seg *g = &segs[i];
         fill(s->src, dtype, g->shard, g->count, s->rank, s->seq);
         for (int k = 0; k < s->world; k++)
-            for (int64_t e = 0; e < g->count; e++) {
-                char *at = s->model + (size_t)(g->full + k * g->count + e) * bytes;
-                put(at, dtype, k, g->shard + e, s->seq);
-            }
+            put(s->model + (size_t)(g->full + k * g->count) * bytes, dtype, k, g->shard, g->count,
+                s->seq);
         if (in_place && g->count)
             memcpy(s->dst + (size_t)(g->full + s->rank * g->count) * bytes,
                    s->src + (size_t)g->shard * bytes, (size_t)g->count * bytes);
@@ -332,14 +367,9 @@ static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int si
     if (!in_place) fill(dst, out, 0, (int64_t)(used / bytes), s->rank + 100, s->seq);
     memcpy(s->model, dst, used);
     for (uint32_t i = 0; i < c.num_segs; i++)
-        for (int64_t e = 0; e < segs[i].count; e++) {
-            char values[MAX_WORLD * 8];
-            for (int k = 0; k < s->world; k++)
-                put(values + (size_t)k * in, dtype, k, segs[i].full + s->rank * segs[i].count + e,
-                    s->seq);
-            reduce_one(s->model + (size_t)(segs[i].shard + e) * bytes, out, values, dtype, s->world,
-                       scale, accumulate, FSDP_SUM);
-        }
+        reduce(s->model + (size_t)segs[i].shard * bytes, out, dtype, s->world,
+               segs[i].full + s->rank * segs[i].count, segs[i].count, scale, accumulate, FSDP_SUM,
+               s->seq);
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(dst, s->model, used);
     s->cases++;
@@ -381,11 +411,7 @@ static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp
     memset(s->dst, 0x5A, used);
     memset(s->model, 0x5A, used);
     fill(s->dst, dtype, 0, count, s->rank, s->seq);
-    for (int64_t e = 0; e < count; e++) {
-        char values[MAX_WORLD * 8];
-        for (int k = 0; k < s->world; k++) put(values + (size_t)k * bytes, dtype, k, e, s->seq);
-        reduce_one(s->model + (size_t)e * bytes, dtype, values, dtype, s->world, scale, 0, redop);
-    }
+    reduce(s->model, dtype, dtype, s->world, 0, count, scale, 0, redop, s->seq);
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(s->dst, s->model, used);
     s->cases++;
@@ -442,9 +468,8 @@ static void all_to_all_case(rank_state *s, fsdp_dtype dtype, size_t count) {
     memset(s->model, 0x5A, used);
     fill(s->src, dtype, 0, (int64_t)count * s->world, s->rank, s->seq);
     for (int k = 0; k < s->world; k++)
-        for (size_t e = 0; e < count; e++)
-            put(s->model + ((size_t)k * count + e) * bytes, dtype, k,
-                (int64_t)((size_t)s->rank * count + e), s->seq);
+        put(s->model + (size_t)k * count * bytes, dtype, k, (int64_t)((size_t)s->rank * count),
+            (int64_t)count, s->seq);
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     memset(s->src, 0, used - 8 * bytes); /* src may be overwritten as soon as run returns */
     CHECK_EQ_MEM(s->dst, s->model, used);

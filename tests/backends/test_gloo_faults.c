@@ -11,6 +11,8 @@
 #include <sys/epoll.h>    /* epoll_ctl */
 #include <sys/resource.h> /* setrlimit */
 #include <sys/syscall.h>  /* SYS_epoll_ctl */
+/* A quarter, so that arrays of BIG bytes are cut into messages as those of 64 MiB would be. */
+#define FSDPI_GLOO_GATHER ((size_t)4 << 20)
 #include "library.c"
 #include "lab.h"
 #include "netns.h"
@@ -20,7 +22,7 @@ TEST(gloo_faults, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev,
 #else
 #include "faults.h"
 
-enum { WIDTH = 40, BIG = 64 << 20 };
+enum { WIDTH = 40, BIG = 16 << 20 };
 
 static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
     return new_job("gloo", world, timeout_ms, body);
@@ -222,10 +224,10 @@ static const point points[] = {
     {"comm/broadcast", loop, AT_BROADCAST, 500, 0},
     {"comm/barrier", loop, AT_BARRIER, 300, 0},
     {"comm/close", loop, AT_CLOSE, 10000, 0},
-    {"64MiB/gather", loop, AT_GATHER, 40000, BIG},
-    {"64MiB/scatter", loop, AT_SCATTER, 60000, BIG},
-    {"64MiB/reduce", loop, AT_REDUCE, 90000, BIG},
-    {"64MiB/broadcast", loop, AT_BROADCAST, 40000, BIG},
+    {"16MiB/gather", loop, AT_GATHER, 10000, BIG},
+    {"16MiB/scatter", loop, AT_SCATTER, 15000, BIG},
+    {"16MiB/reduce", loop, AT_REDUCE, 20000, BIG},
+    {"16MiB/broadcast", loop, AT_BROADCAST, 10000, BIG},
     {"train/init", train, AT_INIT, 40000, 0},
     {"train/split", train, AT_SPLIT, 40000, 0},
     {"train/step", train, AT_STEP, 5000, 0},
@@ -280,8 +282,8 @@ static const stop stops[] = {
     {"comm/W=3/rank_2", loop, 3, 2, 0, AT_GATHER, 50, 600, 0, 1},
     {"comm/W=3/rank_1", loop, 3, 1, 0, AT_GATHER, 50, 600, 0, 2},
     {"comm/W=4/rank_1", loop, 4, 1, 0, AT_BROADCAST, 0, 600, 0, 1},
-    {"64MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 15000, 1500, BIG, 1},
-    {"64MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 25000, 1500, BIG, 2},
+    {"16MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 4000, 1500, BIG, 1},
+    {"16MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 6000, 1500, BIG, 2},
     {"train/W=3/rank_0", train, 3, 0, 0, AT_STEP, 300, 600, 0, 0},
     {"train/W=4/rank_3", train, 4, 3, 2, AT_STEP, 300, 600, 0, 2},
     {"train/W=4/rank_2", train, 4, 2, 2, AT_STEP, 300, 600, 0, 1},
@@ -393,7 +395,7 @@ typedef struct {
 } death;
 static const death deaths[] = {{"W=2/train", train, 2, 1, AT_STEP, 0},
                                {"W=3/rank_0", train, 3, 0, AT_STEP, 0},
-                               {"W=2/64MiB", loop, 2, 1, AT_GATHER, BIG}};
+                               {"W=2/16MiB", loop, 2, 1, AT_GATHER, BIG}};
 
 TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
     const char *why = n_hosts(row->world);
@@ -901,14 +903,14 @@ typedef struct {
 } mismatch;
 static const mismatch mismatches[] = {
     {"op", OTHER_OP, FSDP_OP_ALL_GATHER, 2, 0, "all_reduce of 'h.3'"},
-    {"op/64MiB", OTHER_OP, FSDP_OP_REDUCE_SCATTER, 0, BIG, "all_reduce of 'h.3'"},
+    {"op/16MiB", OTHER_OP, FSDP_OP_REDUCE_SCATTER, 0, BIG, "all_reduce of 'h.3'"},
     {"unit", OTHER_UNIT, FSDP_OP_ALL_GATHER, 1, 0, "'h.7'"},
     {"dtype", OTHER_DTYPE, FSDP_OP_ALL_GATHER, 2, 0, "bf16"},
     {"out_dtype", OTHER_OUT_DTYPE, FSDP_OP_REDUCE_SCATTER, 0, 0, "reduce_scatter"},
     {"size/gather", OTHER_COUNT, FSDP_OP_ALL_GATHER, 2, 0, "100 elements"},
-    {"size/gather/64MiB", OTHER_COUNT, FSDP_OP_ALL_GATHER, 0, BIG, "100 elements"},
-    {"size/scatter/64MiB", OTHER_COUNT, FSDP_OP_REDUCE_SCATTER, 2, BIG, "100 elements"},
-    {"size/reduce/64MiB", OTHER_COUNT, FSDP_OP_ALL_REDUCE, 1, BIG, "100 elements"},
+    {"size/gather/16MiB", OTHER_COUNT, FSDP_OP_ALL_GATHER, 0, BIG, "100 elements"},
+    {"size/scatter/16MiB", OTHER_COUNT, FSDP_OP_REDUCE_SCATTER, 2, BIG, "100 elements"},
+    {"size/reduce/16MiB", OTHER_COUNT, FSDP_OP_ALL_REDUCE, 1, BIG, "100 elements"},
     {"size/broadcast", OTHER_COUNT, FSDP_OP_BROADCAST, 2, 0, "100 elements"},
     {"size/broadcast/root", OTHER_COUNT, FSDP_OP_BROADCAST, 0, BIG, "100 elements"},
     {"segments", OTHER_SEGS, FSDP_OP_ALL_GATHER, 2, 0, "segments"},
@@ -1160,16 +1162,16 @@ static const struct {
     size_t bytes;
     int timeout_ms, near;
 } storeless[] = {{"64KiB", 0, 3000, 1},
-                 {"64MiB", BIG, 3000, 1},
+                 {"16MiB", BIG, 3000, 1},
                  {"64KiB/near", 0, 3000, 0},
-                 {"64MiB/mixed", BIG, 3000, 2}};
+                 {"16MiB/mixed", BIG, 3000, 2}};
 TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
     be_near(row->near);
     job *j = make_job(4, row->timeout_ms, without_a_store);
     j->victim = 2, j->bytes = row->bytes;
     start(j);
     J_CHECK(j, await(j, 0, AT_END, 1) && await(j, 2, AT_GATHER, 5), "it does not run");
-    usleep(row->bytes ? 20000 : 0);
+    usleep(row->bytes ? 5000 : 0);
     mark(j);
     kill(j->pid[2], SIGKILL);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
@@ -1229,7 +1231,7 @@ TEST_P(gloo_faults, rank_dies_while_the_store_is_silent, silent) {
     j->body = loop, j->rounds = 1 << 30, j->victim = 2, j->bytes = BIG;
     start(j);
     J_CHECK(j, await(j, 2, row->place, 2), "it does not run");
-    usleep(15000);
+    usleep(4000);
     kill(pid, SIGSTOP);
     mark(j);
     kill(j->pid[2], SIGKILL);

@@ -13,7 +13,7 @@
 #include "src/base/reduce.h"
 #include "stubs/stub.h"
 
-#define CUDA(call) CHECK_STATUS(call, cudaSuccess)
+#define CUDA(call)    CHECK_STATUS(call, cudaSuccess)
 #define NCCL_OK(call) CHECK_STATUS(call, ncclSuccess)
 
 /* ---- kernels --------------------------------------------------------------------------------- */
@@ -277,12 +277,20 @@ TEST(stub_cuda, protected_memory) {
     launch(NULL, out_of_reach, NULL, 4, 1, NULL);
     device_reads();
     CHECK_EQ_INT(ends_by(host_reads), SIGSEGV);
-    int *second = device_ints(4);
+    int *first = out_of_reach, *freed = device_ints(4), *last = device_ints(4);
     CUDA(cudaMallocManaged(&managed, 16, cudaMemAttachGlobal));
-    CUDA(cudaFree(out_of_reach));
+    CUDA(cudaFree(freed));
+    launch(NULL, first, NULL, 4, 1, NULL); /* on both sides of what was freed */
+    launch(NULL, last, NULL, 4, 1, NULL);
+    int *const unreadable[] = {first, freed, last};
+    for (int i = 0; i < 3; i++) {
+        out_of_reach = unreadable[i];
+        CHECK_EQ_INT(ends_by(host_reads), SIGSEGV);
+    }
     out_of_reach = (int *)managed;
     CHECK_EQ_INT(ends_by(host_reads), 0);
-    CUDA(cudaFree(second));
+    CUDA(cudaFree(first));
+    CUDA(cudaFree(last));
     CUDA(cudaFree(managed));
     check_nothing_left();
 }

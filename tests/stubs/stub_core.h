@@ -54,7 +54,8 @@ typedef struct stub_memory {
     int device;
 } stub_memory;
 int stub_find(const void *ptr, size_t nbytes, stub_memory *out);
-cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryType type);
+cudaError_t stub_alloc(void **ptr, size_t size, size_t used, size_t align,
+                       enum cudaMemoryType type);
 cudaError_t stub_free(void *ptr, const char *who);
 void stub_register(const void *ptr, int delta); /* registered memory must not be freed */
 #endif

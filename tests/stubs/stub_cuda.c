@@ -79,7 +79,7 @@ struct CUstream_st {
     int has_thread;
     uint64_t issued, completed;
     op *head, **tail, *current; /* current: the running op; a forked child can still reach it */
-    pthread_cond_t work;
+    pthread_cond_t work, moved; /* it has an op to run; it has completed one */
     stub_clock clock;
 };
 
@@ -106,6 +106,7 @@ typedef struct block {
     int registered;
     size_t mapped; /* bytes of separate pages, which can be protected; 0: from the heap */
     cell *shadow;  /* allocated at the first checked access */
+    size_t end;    /* no cell from here on was accessed */
 } block;
 
 /* A host thread, present or former. */
@@ -150,7 +151,7 @@ typedef struct state {
 } state;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* a stream has completed an op */
+static pthread_cond_t left_driver = PTHREAD_COND_INITIALIZER; /* in_driver is smaller */
 static pthread_key_t thread_key;
 static state *now;
 /* Kept in forked children. */
@@ -189,7 +190,7 @@ static void new_state(void) {
 
 static void after_fork(void) {
     pthread_mutex_init(&lock, NULL);
-    pthread_cond_init(&moved, NULL);
+    pthread_cond_init(&left_driver, NULL);
     is_forked |= now && now->is_used;
     new_state();
 }
@@ -376,7 +377,7 @@ void stub_live_add(int kind, int64_t amount) {
 
 static void join(stub_clock *clock, const stub_clock *with) {
     if (checks)
-        for (int i = 0; i < STUB_ACTORS; i++)
+        for (int i = 0; i <= now->actors; i++)
             if (clock->at[i] < with->at[i]) clock->at[i] = with->at[i];
 }
 
@@ -498,9 +499,19 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
     }
     if (!b->shadow) b->shadow = (cell *)calloc(b->m.size / 4 + 1, sizeof(cell));
     if (!b->shadow) stub_die("out of memory for the race checker");
-    for (size_t i = at / 4; i <= (at + nbytes - 1) / 4; i++) {
+    const size_t last = (at + nbytes - 1) / 4;
+    cell before, after; /* of the last cell of which all bytes were accessed */
+    int is_known = 0;
+    memset(&before, 0, sizeof before);
+    after = before;
+    if (last >= b->end) b->end = last + 1;
+    for (size_t i = at / 4; i <= last; i++) {
         cell *k = &b->shadow[i];
         uint8_t mask = 15;
+        if (is_known && i < last && !memcmp(k, &before, sizeof before)) { /* most of an array */
+            *k = after;
+            continue;
+        }
         if (i * 4 < at) mask = (uint8_t)(mask & (15u << (at - i * 4)));
         if (i * 4 + 4 > at + nbytes) mask = (uint8_t)(mask & (15u >> (i * 4 + 4 - at - nbytes)));
         for (int slot = 0; slot < (write ? SLOTS : 1) && !seen; slot++) {
@@ -509,8 +520,11 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
             race(s, b, i * 4, write ? "the write" : "the read", actor, time,
                  slot ? "the read" : "the write", k->actor[slot], k->time[slot]);
         }
+        before = *k;
         if (write) note_write(k, actor, time, mask);
         else note_read(k, actor, time, mask, clock);
+        after = *k;
+        is_known = mask == 15;
     }
 }
 
@@ -518,7 +532,7 @@ static void check_free(state *s, const block *b, const char *name) {
     host *h = myself(s);
     if (!b->shadow) return;
     step(s, &h->clock, h->actor, name);
-    for (size_t i = 0; i <= b->m.size / 4; i++)
+    for (size_t i = 0; i < b->end; i++)
         for (int slot = 0; slot < SLOTS; slot++) {
             const cell *k = &b->shadow[i];
             if (is_before(k, slot, &h->clock)) continue;
@@ -591,15 +605,29 @@ int64_t stub_waits(void) {
 static int is_done(stub_point p) { return !p.stream || p.stream->completed >= p.seq; }
 
 static void wait_done(stub_point p) {
-    while (!is_done(p)) pthread_cond_wait(&moved, &lock);
+    while (!is_done(p)) pthread_cond_wait(&p.stream->moved, &lock);
 }
 
-/* Makes device memory accessible while ops run, if the host must not access it. */
+static void protect(char *from, const char *to, int is_open) {
+    if (from < to)
+        mprotect(from, (size_t)(to - from), is_open ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+/* Makes device memory accessible while ops run, if the host must not access it. Newer blocks come
+   first and have higher addresses: one call of the kernel opens a whole run of neighbours. */
 static void open_memory(state *s, int delta) {
+    char *from = NULL, *to = NULL;
     s->open += delta;
     if (s->open > 1 || (s->open == 1 && delta < 0)) return;
-    for (block *b = s->blocks; b; b = b->next)
-        if (b->mapped) mprotect(b->m.base, b->mapped, s->open ? PROT_READ | PROT_WRITE : PROT_NONE);
+    for (block *b = s->blocks; b; b = b->next) {
+        if (!b->mapped) continue;
+        if (b->m.base + b->mapped != from) {
+            protect(from, to, s->open);
+            to = b->m.base + b->mapped;
+        }
+        from = b->m.base;
+    }
+    protect(from, to, s->open);
 }
 
 /* Waits for the op's dependencies, runs it without the lock, and marks it as complete. */
@@ -621,7 +649,7 @@ static void run_op(cudaStream_t s, op *o) {
     }
     s->completed = o->seq;
     s->current = NULL;
-    pthread_cond_broadcast(&moved);
+    pthread_cond_broadcast(&s->moved);
     free(o);
 }
 
@@ -652,6 +680,7 @@ static cudaStream_t new_stream(state *s, int device, int blocking, int priority)
         t = (struct CUstream_st *)calloc(1, sizeof *t);
         if (!t) stub_die("out of memory");
         pthread_cond_init(&t->work, NULL);
+        pthread_cond_init(&t->moved, NULL);
         if (checks) t->actor = new_actor(s);
         t->next = s->streams;
         s->streams = t;
@@ -1269,16 +1298,36 @@ void stub_register(const void *ptr, int delta) {
     end();
 }
 
-static void *take_memory(block *b, size_t size, size_t align, int protect) {
+/* Addresses of memory that can be protected. Each is used once: an access after cudaFree always
+   fails. */
+#define REACH ((size_t)1 << 36)
+static char *next_page, *last_page;
+
+static void *map_pages(char *at, size_t bytes, int access) {
+    return mmap(at, bytes, access,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0), -1, 0);
+}
+
+static void *take_memory(block *b, size_t size, size_t align, int is_protected) {
     void *base = NULL;
-    if (!protect) return posix_memalign(&base, align, size) ? NULL : base;
+    if (!is_protected) return posix_memalign(&base, align, size) ? NULL : base;
     b->mapped = (size + 4095) / 4096 * 4096;
-    base = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!next_page) {
+        base = map_pages(NULL, REACH, PROT_NONE);
+        if (base == MAP_FAILED) stub_die("no addresses for device memory");
+        next_page = (char *)base, last_page = next_page + REACH;
+    }
+    if (b->mapped > (size_t)(last_page - next_page))
+        stub_die("no addresses left for device memory");
+    base = map_pages(next_page, b->mapped, PROT_READ | PROT_WRITE);
+    next_page += b->mapped;
     return base == MAP_FAILED ? NULL : base;
 }
 
-/* Fills memory with a pattern, as CUDA does not clear it. */
-cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryType type) {
+/* Fills the pages of the first `used` bytes with a pattern, as CUDA does not clear memory. */
+cudaError_t stub_alloc(void **ptr, size_t size, size_t used, size_t align,
+                       enum cudaMemoryType type) {
+    const size_t pages = (used + 4095) / 4096 * 4096;
     int kind = type == cudaMemoryTypeHost ? STUB_PINNED_BYTES : STUB_DEVICE_BYTES;
     state *s = begin();
     int64_t total = (int64_t)settings[STUB_TOTAL_MIB] << 20;
@@ -1287,11 +1336,11 @@ cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryTyp
     *ptr = NULL;
     if (kind == STUB_PINNED_BYTES || (int64_t)size <= total - s->live[STUB_DEVICE_BYTES])
         b = (block *)calloc(1, sizeof *b);
-    int protect = settings[STUB_PROTECT] && type == cudaMemoryTypeDevice;
-    if (b) base = take_memory(b, size, align, protect);
+    int is_protected = settings[STUB_PROTECT] && type == cudaMemoryTypeDevice;
+    if (b) base = take_memory(b, size, align, is_protected);
     if (base) {
-        memset(base, 0xCB, size);
-        if (protect && !s->open) mprotect(base, b->mapped, PROT_NONE);
+        memset(base, 0xCB, pages < size ? pages : size);
+        if (is_protected && !s->open) mprotect(base, b->mapped, PROT_NONE);
         b->m.base = (char *)base;
         b->m.size = size;
         b->m.type = type;
@@ -1309,7 +1358,7 @@ cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryTyp
 }
 
 static void drop_block(block *b) {
-    if (b->mapped) munmap(b->m.base, b->mapped);
+    if (b->mapped) map_pages(b->m.base, b->mapped, PROT_NONE);
     else free(b->m.base);
     free(b->shadow);
     free(b);
@@ -1337,7 +1386,7 @@ cudaError_t stub_free(void *ptr, const char *name) {
 static cudaError_t allocate(const char *name, void **ptr, size_t size, enum cudaMemoryType type) {
     *ptr = NULL;
     ENTER_WAITING(name);
-    return size ? fails(stub_alloc(ptr, size, ALIGN, type)) : cudaSuccess;
+    return size ? fails(stub_alloc(ptr, size, size, ALIGN, type)) : cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void **ptr, size_t size) {
@@ -1368,7 +1417,7 @@ static cudaError_t release(const char *name, void *ptr, int is_host) {
     in_driver += settings[STUB_DRIVER];
     if (!broken && !checks) wait_device(s, m.device);
     if (in_driver) in_driver--;
-    pthread_cond_broadcast(&moved);
+    pthread_cond_broadcast(&left_driver);
     end();
     cudaError_t error = stub_free(ptr, name);
     return entered ? entered : fails(error);
@@ -1768,7 +1817,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     ENTER_WAITING("cudaEventQuery");
     state *s = begin();
-    while (in_driver) pthread_cond_wait(&moved, &lock);
+    while (in_driver) pthread_cond_wait(&left_driver, &lock);
     cudaError_t error = is_done(event->point) ? cudaSuccess : cudaErrorNotReady;
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
     if (!error) host_knows(s, &event->clock);

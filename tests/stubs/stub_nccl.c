@@ -74,7 +74,7 @@ typedef struct channel {
 
 typedef struct shared {
     uint64_t magic, nonce;
-    uint32_t bell; /* changes at every arrival; a futex */
+    uint32_t bell; /* changes when all have arrived, and with each message; a futex */
     int32_t size, version, pad;
     member members[RANKS];
 } shared; /* followed by size * size channels, then a stage for each rank */
@@ -345,18 +345,25 @@ static void close_comm(ncclComm_t c) {
 
 static void pause_until_rung(ncclComm_t c, uint32_t seen) { futex(&c->file->at->bell, 0, seen); }
 
-/* Arrives, and waits for all others. Returns 0 if aborted before that. */
+static int all_have_arrived(const ncclComm_t c) {
+    const shared *s = c->file->at;
+    for (int k = 0; k < c->size; k++)
+        if ((int32_t)(__atomic_load_n(&s->members[k].arrived, __ATOMIC_SEQ_CST) - c->turn) < 0)
+            return 0;
+    return 1;
+}
+
+/* Arrives, and waits for all others, which the last one wakes. Returns 0 if aborted before that. */
 static int meet(ncclComm_t c) {
     shared *s = c->file->at;
-    uint32_t turn = ++c->turn;
-    STORE(&s->members[c->rank].arrived, turn);
-    ring(s);
+    __atomic_store_n(&s->members[c->rank].arrived, ++c->turn, __ATOMIC_SEQ_CST);
+    if (all_have_arrived(c)) {
+        ring(s);
+        return 1;
+    }
     for (;;) {
         uint32_t seen = LOAD(&s->bell);
-        int missing = 0;
-        for (int k = 0; k < c->size; k++)
-            missing += (int32_t)(LOAD(&s->members[k].arrived) - turn) < 0;
-        if (!missing) return 1;
+        if (all_have_arrived(c)) return 1;
         if (LOAD(&c->aborted) || (c->parent && LOAD(&c->parent->aborted))) return 0;
         pause_until_rung(c, seen);
     }
@@ -1360,7 +1367,7 @@ ncclResult_t ncclMemAlloc(void **ptr, size_t size) {
     size_t rounded = (size + ALIGN - 1) / ALIGN * ALIGN;
     *ptr = NULL;
     if (!size) return warn(ncclInvalidArgument, "ncclMemAlloc: no bytes");
-    if (stub_alloc(ptr, rounded, ALIGN, cudaMemoryTypeDevice))
+    if (stub_alloc(ptr, rounded, size, ALIGN, cudaMemoryTypeDevice))
         return warn(ncclUnhandledCudaError, "ncclMemAlloc: out of memory");
     return ncclSuccess;
 }
