@@ -217,6 +217,8 @@ $(BUILD)/tests/%: private CFLAGS += $(LEAN)
 $(if $(GLOO)$(NCCL),$(BUILD)/examples/% $(BUILD)/libfsdp.o,$(EXAMPLES)): private CFLAGS += $(LEAN)
 # Tests find the library in an archive of one object. A program that includes tests/library.c sees
 # private names, and compiles the functions that it reaches: without inlining these are few.
+# Here half of the time is a program's own loops.
+$(BUILD)/tests/test_fully_shard_training.o: private CFLAGS += $(if $(LEAN),-O1)
 LIBRARY := $(BUILD)/tests/library
 $(LIBRARY).o: private CFLAGS += $(if $(GLOO)$(NCCL)$(SAN)$(filter-out file,$(origin CFLAGS)),,-O2)
 PRIVATE := $(if $(filter file,$(origin CFLAGS)),\
