@@ -60,7 +60,8 @@ def python(path, *args, cwd=None, stderr=subprocess.STDOUT):
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(int(status or 0))
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended = os.waitpid(pid, 0)[1]
+        status = os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else -os.WTERMSIG(ended)
         texts = []
         for file in (out, err):
             file.seek(0)

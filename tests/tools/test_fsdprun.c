@@ -1350,7 +1350,8 @@ static long count_waits(pid_t pid) {
 
 /* Returns when a keeper has looked at its ranks and waited that often. */
 static void await_waits(pid_t keeper, int times) {
-    for (const long begin = count_waits(keeper); count_waits(keeper) < begin + times;) usleep(1000);
+    for (const long begin = count_waits(keeper); count_waits(keeper) < begin + times;)
+        usleep(20000);
 }
 
 /* Ranks in `ends` end well; others are stopped, except for those in `runs`, or debugged. If only
