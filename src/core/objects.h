@@ -329,7 +329,7 @@ enum {
 };
 enum { FSDPI_LISTEN_RECORDS = FSDPI_LISTEN_OPS | FSDPI_LISTEN_TIMES };
 
-// The options of a model. Plans hash and restore them as a whole: all are int, without a gap.
+// The options of a model: each is 0 or 1. Plans hash and restore them as a whole.
 typedef struct fsdpi_model_options {
     int grad_enabled, is_last_backward, uneven;
 } fsdpi_model_options;
