@@ -503,6 +503,7 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
+    if (w->base.failed && FSDPI_LOAD(w->base.failed)) return; // the memory ends with the file
     fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 

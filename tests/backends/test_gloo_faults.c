@@ -290,16 +290,17 @@ static const stop stops[] = {
 };
 
 /* Checks that all ranks but `except` got TIMEOUT within the deadline plus extra_ms, and that they
-   name the victim; is_alone: only the victim. If the machine does not run the processes in time, a
-   text may name its neighbours. */
+   name the victim; is_alone: only the victim, unless no store says who waits for whom. If the
+   machine does not run the processes in time, a text may name its neighbours. */
 static void all_timed_out(job *j, int except, int extra_ms, int is_alone) {
     int64_t busy_ms = allowed_ms(j, 0);
     for (int k = 0; k < j->world; k++) {
         const report *r = &j->rank[k];
         char alone[64];
         snprintf(alone, sizeof alone, "[E403] rank %d has not", j->victim);
-        int named = k == j->victim ||
-                    (is_alone ? strstr(r->text, alone) != NULL : names(r->text, k, j->victim));
+        int is_silent = strstr(r->text, "the store does not answer") != NULL; /* the victim's */
+        int named = k == j->victim || (is_alone && !is_silent ? strstr(r->text, alone) != NULL
+                                                              : names(r->text, k, j->victim));
         if (k == except) continue;
         J_CHECK(j, r->status == FSDP_ERR_TIMEOUT, "rank %d did not get TIMEOUT", k);
         if (!named && busy_ms > 100) h_message("for %d ms busy: %s", (int)busy_ms, r->text);

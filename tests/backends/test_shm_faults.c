@@ -408,6 +408,33 @@ TEST(shm_faults, abort_reaches_ranks_in_groups) {
     run(make_setup(3, 1, 20000), abort_reaches_groups);
 }
 
+/* Memory that a rank frees, or that it holds when it closes, keeps its data after a failure: a peer
+   that is late may be copying it, in a collective that all others have finished. */
+static void frees_after_failure(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    const fsdpi_comm_world *w = ((fsdpi_comm *)(void *)r.comm)->world;
+    const size_t peer = w->chunks.list[0].part; /* rank 1's memory is mapped after rank 0's */
+    CHECK_EQ_INT(world, 2);
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0)); /* both are there */
+    memset(r.src, 5, BLOCK), memset(r.dst, 6, BLOCK);
+    if (rank == 1) {
+        r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 1 is out of data");
+        r.ops->free(r.comm, r.src, BLOCK);
+        r.ops->close(r.comm);
+        is_there((setup *)arg);
+        return;
+    }
+    await_ranks((setup *)arg, 1);
+    for (int i = 0; i < BLOCK; i++) {
+        CHECK_EQ_INT(r.src[peer + (size_t)i], 5);
+        CHECK_EQ_INT(r.dst[peer + (size_t)i], 6);
+    }
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, memory_of_a_failed_world_stays) {
+    run(make_setup(2, 0, 20000), frees_after_failure);
+}
+
 /* ---- groups ---------------------------------------------------------------------------------- */
 
 /* The memory of a group is returned to the host when its last member closes it. */
