@@ -6,13 +6,13 @@
 
    Numbers. Parameters, their gradients, activations and the gradients of activations are all of one
    type E: float, or gpu_bf16 (llama_cuda.bf16). f32 remain the residual stream, logits, the
-   log-sum-exp of attention, and all sums. The sum over the vocabulary is a double. Sums have a fixed
-   order, no atomics: two runs give the same bits.
+   log-sum-exp of attention, and all sums. The sum over the vocabulary is a double. Sums have a
+   fixed order, no atomics: two runs give the same bits.
 
    Attention has no matrix of T x T: a warp has one query, takes one key after the other, and scales
-   what it has summed whenever the largest score grows. The backward computes the probabilities again
-   from the log-sum-exp: a warp has a query for dq, and a key, with all queries of its group, for dk
-   and dv. It was not run on a GPU, and nothing is said here of its speed.
+   what it has summed whenever the largest score grows. The backward computes the probabilities
+   again from the log-sum-exp: a warp has a query for dq, and a key, with all queries of its group,
+   for dk and dv. It was not run on a GPU, and nothing is said here of its speed.
 
    Gradients of parameters are always added (+=); gradients of activations are stored.
 

@@ -1,9 +1,9 @@
 /* llama_quant.h - rows of a matrix as blocks of bytes: Q8_0 and Q4_1 of ggml
 
    A block has 32 elements of one row. Q8_0: 2 bytes of d in f16, then 32 signed bytes q; an element
-   is d*q. Q4_1: 2 bytes of d, 2 of m in f16, then 16 bytes; the low half of byte j is element j, and
-   the high half element j + 16; an element is d*q + m. A matrix that came from Q4_1 gives the same
-   bytes again.
+   is d*q. Q4_1: 2 bytes of d, 2 of m in f16, then 16 bytes; the low half of byte j is element j,
+   and the high half element j + 16; an element is d*q + m. A matrix that came from Q4_1 gives the
+   same bytes again.
 
    SPDX-License-Identifier: MIT */
 #ifndef LLAMA_QUANT_H

@@ -241,8 +241,8 @@ static inline int llama_merge_create(llama_model *out, const llama_model *m,
 
 /* Predicts the bytes of a rank that llama_export_merged allocates next to m: the shards of the
    second model, the whole adapters, and activations of one token with room for a matrix. Not
-   counted, as by fsdp_model_predict: scratch of fsdp_param_full, by which an export on several ranks
-   gathers. Returns 0; -1 on every rank: `why` has a line. Collective. */
+   counted, as by fsdp_model_predict: scratch of fsdp_param_full, by which an export on several
+   ranks gathers. Returns 0; -1 on every rank: `why` has a line. Collective. */
 static inline int llama_merge_predict(llama_model *m, const fsdp_checkpoint_reader *files,
                                       int dtype, int64_t *nbytes, char *why, size_t cap) {
     fsdp_memory predicted;
