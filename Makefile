@@ -214,11 +214,11 @@ $(BUILD) $(BUILD)/tests $(BUILD)/torch $(BUILD)/examples $(BUILD)/bench $(BUILD)
 # time is gcc's. Over Gloo and on stand-ins tests mostly wait.
 LEAN := $(if $(filter file,$(origin CFLAGS)),$(if $(GLOO)$(NCCL),-O0,-O1) -g1)
 $(BUILD)/tests/%: private CFLAGS += $(LEAN)
+# Half of this program's time is its own loops.
+$(BUILD)/tests/test_fully_shard_training.o: private CFLAGS += $(if $(LEAN),-O1)
 $(if $(GLOO)$(NCCL),$(BUILD)/examples/% $(BUILD)/libfsdp.o,$(EXAMPLES)): private CFLAGS += $(LEAN)
 # Tests find the library in an archive of one object. A program that includes tests/library.c sees
 # private names, and compiles the functions that it reaches: without inlining these are few.
-# Here half of the time is a program's own loops.
-$(BUILD)/tests/test_fully_shard_training.o: private CFLAGS += $(if $(LEAN),-O1)
 LIBRARY := $(BUILD)/tests/library
 $(LIBRARY).o: private CFLAGS += $(if $(GLOO)$(NCCL)$(SAN)$(filter-out file,$(origin CFLAGS)),,-O2)
 PRIVATE := $(if $(filter file,$(origin CFLAGS)),\

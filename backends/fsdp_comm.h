@@ -123,9 +123,10 @@ struct fsdpi_comm {
 // The two ways to fail. fsdpi_comm_error: this call fails on this rank; other ranks are not
 // notified. fsdpi_comm_fail: the world fails in this rank's call. A world keeps its first failure.
 
-static int fsdpi_comm_failed(const fsdpi_comm *c) {
-    return c->world->failed && FSDPI_LOAD(c->world->failed);
+static int fsdpi_comm_world_failed(const fsdpi_comm_world *w) {
+    return w->failed && FSDPI_LOAD(w->failed);
 }
+static int fsdpi_comm_failed(const fsdpi_comm *c) { return fsdpi_comm_world_failed(c->world); }
 
 // Writes the text for error_text. Returns `status`.
 static FSDP_PRINTF(3, 4) fsdp_status

@@ -243,7 +243,7 @@ static fsdpi_nccl_world *fsdpi_nccl_world_of(const fsdpi_nccl_comm *c) {
 static const fsdp_boot *fsdpi_nccl_boot(const fsdpi_nccl_world *w) { return &w->base.base.boot; }
 
 static int fsdpi_nccl_failed(const fsdpi_nccl_world *w) {
-    return w->base.base.failed && FSDPI_LOAD(w->base.base.failed);
+    return fsdpi_comm_world_failed(&w->base.base);
 }
 
 // Adds a failed call of NCCL, with NCCL's last warning, which says more than its code.

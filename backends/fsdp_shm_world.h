@@ -463,7 +463,7 @@ static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->base.boot.threads->lock);
-    if (--block->users == 0 && !FSDPI_LOAD(w->base.failed)) {
+    if (--block->users == 0 && !fsdpi_comm_world_failed(&w->base)) {
         fsdp_allocator allocator = block->allocator;
         fsdpi_shm_block **link = &w->control->blocks;
         while (*link != block) link = &(*link)->next;
@@ -503,7 +503,7 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    if (w->base.failed && FSDPI_LOAD(w->base.failed)) return; // the memory ends with the file
+    if (fsdpi_comm_world_failed(base)) return; // the memory ends with the file
     fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 
