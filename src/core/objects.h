@@ -329,11 +329,17 @@ enum {
 };
 enum { FSDPI_LISTEN_RECORDS = FSDPI_LISTEN_OPS | FSDPI_LISTEN_TIMES };
 
-// The options of a model: each is 0 or 1. Plans hash and restore them as a whole.
+// The options of a model, each 0 or 1: name, value in a new model. Fields, defaults and the hash of
+// plans come from this list.
+#define FSDPI_MODEL_OPTIONS(X) X(grad_enabled, 1) X(is_last_backward, 1) X(uneven, 0)
 typedef struct fsdpi_model_options {
-    int grad_enabled, is_last_backward, uneven;
+#define FSDP_X(name, initial) int name;
+    FSDPI_MODEL_OPTIONS(FSDP_X)
+#undef FSDP_X
 } fsdpi_model_options;
-static const fsdpi_model_options fsdpi_first_options = {1, 1, 0};
+#define FSDP_X(name, initial) initial,
+static const fsdpi_model_options fsdpi_first_options = {FSDPI_MODEL_OPTIONS(FSDP_X)};
+#undef FSDP_X
 
 struct fsdp_model {
     fsdp_world *world;

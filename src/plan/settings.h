@@ -17,8 +17,6 @@
 #include "../core/unit.h"
 #include "memory.h"
 
-#include <string.h>
-
 // Returns a hash of the options `o` of a unit, and those of its parameters. Of a hook, only its
 // presence counts.
 static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *o) {
@@ -44,11 +42,11 @@ static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *
 // Returns the sum of hashes over the options of a model and its units. The model keeps it until an
 // option changes.
 static FSDPI_NOINLINE uint64_t fsdpi_plan_add_settings(fsdp_model *m) {
-    int of_model[sizeof m->options / sizeof(int)]; // each is 0 or 1
     uint64_t bits = 0;
-    memcpy(of_model, &m->options, sizeof of_model);
-    for (size_t i = 0; i < sizeof of_model / sizeof *of_model; i++)
-        bits |= (uint64_t)of_model[i] << i;
+    int at = 0;
+#define FSDP_X(name, initial) bits |= (uint64_t)m->options.name << at++;
+    FSDPI_MODEL_OPTIONS(FSDP_X)
+#undef FSDP_X
     uint64_t sum = fsdpi_hash(0, bits);
     for (int i = 0; i < m->num_units; i++)
         sum += fsdpi_plan_settings_of(m->units[i], &m->units[i]->options);
