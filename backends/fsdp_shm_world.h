@@ -368,12 +368,9 @@ static int fsdpi_shm_spin(fsdpi_shm_comm *c) {
     return 0;
 }
 
-// Waits until the barrier is open, or the pair's other member has arrived. verb: the participle in
-// the text "rank 1 has not VERB".
-static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
+// Sleeps until the barrier is open, or the pair's other member has arrived.
+static fsdp_status fsdpi_shm_sleep(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    if (fsdpi_shm_is_open(c)) return FSDP_OK;
-    if (fsdpi_shm_spin(c)) return FSDP_OK;
     fsdpi_shm_place *me = &c->places[c->base.index];
     uint32_t *word = c->other ? &me->bell : &c->group->generation,
              *sleepers = c->other ? &me->asleep : &c->group->sleepers;
@@ -395,6 +392,29 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     }
 }
 
+/* Takes back this rank's arrival after a failed wait. The caller may overwrite its buffers now: a
+   late peer that still copies them must not end the same call with success. The world has failed,
+   so this rank arrives at no other barrier. */
+static void fsdpi_shm_withdraw(fsdpi_shm_comm *c) {
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    if (c->other) {
+        FSDPI_STORE(&me->done, c->calls - 1);
+    } else {
+        FSDPI_STORE(&me->arrived, c->barrier - 1);
+        __atomic_sub_fetch(&c->group->count, 1u, __ATOMIC_ACQ_REL);
+    }
+    fsdpi_release_fence();
+}
+
+// Waits until the barrier is open, or the pair's other member has arrived. verb: the participle in
+// the text "rank 1 has not VERB".
+static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
+    if (fsdpi_shm_is_open(c) || fsdpi_shm_spin(c)) return FSDP_OK;
+    fsdp_status status = fsdpi_shm_sleep(c, verb);
+    if (status) fsdpi_shm_withdraw(c);
+    return status;
+}
+
 static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_arrive(c);
     return fsdpi_shm_wait(c, verb);
@@ -403,8 +423,9 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 /* -------------------------------------------------------------------------------------------- */
 // Memory that peers may read, and its address in this process. Invariants: a range has real memory
 // before a rank can touch it. No range of the file is used twice: so new memory is zero, a late
-// reader sees no new data, and a file offset identifies one allocation forever. Memory that is
-// freed after a failure stays readable, since a peer may not have seen the failure yet.
+// reader sees no new data, and a file offset identifies one allocation forever. Freed memory stays
+// readable, since a peer may not have seen a failure yet: the file reads as zeros there, and threads
+// keep the block. The call of such a peer fails (fsdpi_shm_withdraw).
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     if (!fsdpi_shm_has_file(w)) return;
@@ -503,7 +524,6 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    if (fsdpi_comm_world_failed(base)) return; // the memory ends with the file
     fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 
