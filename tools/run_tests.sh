@@ -132,6 +132,10 @@ for word; do
     *) program "$word" '' ;;
     esac
 done
+# These wait for minutes: they start first, so that none is left alone at the end.
+long='/test_(fsdprun|gloo_faults|nccl|nccl_faults)( |$)'
+{ grep -E "$long" "$FSDP_JOBS/list"; grep -vE "$long" "$FSDP_JOBS/list"; } >"$FSDP_JOBS/sorted"
+mv "$FSDP_JOBS/sorted" "$FSDP_JOBS/list"
 seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc) + 4))}" -n 1 "$0" --one
 if [ -n "$ran" ] && [ -z "$filter" ]; then
     sort "$FSDP_JOBS/ran" >"$ran"
