@@ -424,8 +424,8 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 // Memory that peers may read, and its address in this process. Invariants: a range has real memory
 // before a rank can touch it. No range of the file is used twice: so new memory is zero, a late
 // reader sees no new data, and a file offset identifies one allocation forever. Freed memory stays
-// readable, since a peer may not have seen a failure yet: the file has zeros there, and threads keep
-// the block. The call of such a peer fails (fsdpi_shm_withdraw).
+// readable, since a peer may not have seen a failure yet: the file has zeros there, and threads
+// keep the block. The call of such a peer fails (fsdpi_shm_withdraw).
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     if (!fsdpi_shm_has_file(w)) return;
