@@ -472,6 +472,42 @@ TEST_P(shm_faults, call_that_one_rank_has_lost, late_calls) {
     }
 }
 
+/* Over Gloo a rank may know of a failure that its peers do not know yet. It leaves the call, and a
+   late peer names it at the deadline. */
+static uint32_t own_failed;
+static fsdp_status fails_alone(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    own_failed = 1;
+    return fsdpi_shm_transport.move_data(c, op, span);
+}
+static int own_failure(fsdpi_comm_world *w, fsdpi_failure *out) {
+    (void)w;
+    memset(out, 0, sizeof *out);
+    out->status = FSDP_ERR_CORRUPT;
+    return 1;
+}
+static void leaves_alone(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r = begin(rank, s);
+    fsdpi_comm_world *w = ((fsdpi_comm *)(void *)r.comm)->world;
+    fsdpi_transport mine = fsdpi_shm_transport;
+    fsdp_coll op = coll(&r, FSDP_OP_ALL_GATHER, "h.3", 0);
+    (void)world;
+    if (rank == 0) w->failed = &own_failed, mine.failure = own_failure;
+    if (rank == 1) late_setup = s;
+    mine.move_data = rank ? moves_late : fails_alone;
+    w->transport = &mine;
+    CHECK_STATUS(r.ops->run(r.comm, &op), rank ? FSDP_ERR_TIMEOUT : FSDP_ERR_CORRUPT);
+    is_there(s);
+    if (rank == 1) told(&r, "[E403] rank 0 has not finished within 0.6 s");
+    w->transport = &fsdpi_shm_transport;
+    await_ranks(s, 3);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, rank_that_knows_of_a_failure_first, SLOW) {
+    run(make_setup(2, 0, 600), leaves_alone);
+    run(make_setup(2, 1, 600), leaves_alone);
+}
+
 /* ---- groups ---------------------------------------------------------------------------------- */
 
 /* The memory of a group is returned to the host when its last member closes it. */
