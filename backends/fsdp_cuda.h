@@ -69,8 +69,8 @@ FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
 #endif
 
 #define FSDPI_CUDA_SPIN_NS  20000 // spin of a wait before its first sleep
-#define FSDPI_CUDA_NAP_NS   20000 // the first sleep; each next one is twice as long
-#define FSDPI_CUDA_NAP_MAX  80000 // from this duration on sleeps stay equal
+#define FSDPI_CUDA_NAP_NS   20000 // the first sleep
+#define FSDPI_CUDA_NAP_MAX  80000 // the longest one
 #define FSDPI_CUDA_PARTIALS 48
 // f32 operations per second divided by those of f64: 2 on GPUs for data centers, 32 or 64 on
 // others; CUDA reports it per device. If it is larger than this limit, norms add up pairs of f32:
@@ -143,7 +143,7 @@ static const char *fsdpi_cuda_error_text(fsdp_device *device) {
    the event has happened, ABORTED if *stop is not 0. */
 static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, int64_t timeout_ns,
                                     const uint32_t *stop, cudaError_t *result) {
-    int64_t start = fsdpi_boot_now(boot), nap = FSDPI_CUDA_NAP_NS;
+    int64_t start = fsdpi_boot_now(boot), nap_ns = 0;
     for (;;) {
         *result = cudaEventQuery(event);
         if (*result == cudaSuccess) return FSDP_OK;
@@ -153,22 +153,21 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
         int64_t since = fsdpi_boot_now(boot) - start;
         if (since > timeout_ns) return FSDP_ERR_TIMEOUT;
         if (since < FSDPI_CUDA_SPIN_NS) continue;
-        fsdpi_sleep_ns(nap);
-        if (nap < FSDPI_CUDA_NAP_MAX) nap *= 2;
+        fsdpi_nap(&nap_ns, FSDPI_CUDA_NAP_NS, FSDPI_CUDA_NAP_MAX);
     }
 }
 
 /* Waits until the work of a stream is done, and returns 1: its memory may then be freed. If the
    work does not end in time, marks the device as hung, and returns 0: no memory is freed. */
 static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
-    int64_t start = fsdpi_boot_now(boot);
+    int64_t start = fsdpi_boot_now(boot), nap_ns = 0;
     while (!fsdpi_boot_is_hung(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
         (void)cudaGetLastError(); // "not ready" is no failure of a later call
         if (fsdpi_boot_now(boot) - start > timeout_ns) {
             if (boot->hung) FSDPI_STORE(boot->hung, 1u);
             return 0;
         }
-        fsdpi_sleep_ns(FSDPI_CUDA_NAP_NS);
+        fsdpi_nap(&nap_ns, FSDPI_CUDA_NAP_NS, FSDPI_CUDA_NAP_MAX);
     }
     return !fsdpi_boot_is_hung(boot);
 }

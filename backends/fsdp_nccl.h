@@ -131,6 +131,7 @@ FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
 #define FSDPI_NCCL_END_NS     ((int64_t)5000000000) // for NCCL to end a comm: its threads sleep
 #define FSDPI_NCCL_LAST_NS    ((int64_t)700000000)  // for a call to end, once all is aborted
 #define FSDPI_NCCL_NAP_NS     50000                 // first nap of a thread that polls
+#define FSDPI_NCCL_NAP_MAX    1000000               // its longest one
 #define FSDPI_NCCL_GRACE_NS   ((int64_t)3000000000) // head start of this rank's watchdog
 #define FSDPI_NCCL_BEHIND_NS  ((int64_t)1000000000) // head start of the watchdogs of peers
 #define FSDPI_NCCL_SHOWN      8                     // operations that are logged after a failure
@@ -296,14 +297,6 @@ static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char
     return fsdpi_comm_fail(&c->base, status, "%s", text);
 }
 
-// Sleeps FSDPI_NCCL_NAP_NS at first, and each time an eighth longer, up to 20 times as long: a wait
-// ends soon after what it waits for, and a long one takes little time of a processor.
-static void fsdpi_nccl_nap(int64_t *ns) {
-    const int64_t next = *ns ? *ns + *ns / 8 : FSDPI_NCCL_NAP_NS;
-    *ns = next < 20 * FSDPI_NCCL_NAP_NS ? next : 20 * FSDPI_NCCL_NAP_NS;
-    fsdpi_sleep_ns(*ns);
-}
-
 /* Waits for a call in progress, and returns its result. With NCCL_COMM_BLOCKING=0 a communicator is
    non-blocking: a call may return while it is in progress, and no other call is allowed until it
    has ended. */
@@ -315,7 +308,7 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
         if (result != ncclInProgress) break;
         if (fsdpi_comm_failed(&c->base)) return ncclInternalError;
         if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) break;
-        fsdpi_nccl_nap(&nap_ns);
+        fsdpi_nap(&nap_ns, FSDPI_NCCL_NAP_NS, FSDPI_NCCL_NAP_MAX);
     }
     return result;
 }
@@ -364,7 +357,7 @@ static int fsdpi_nccl_call_take(fsdpi_nccl_call *call) {
 static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
     int64_t nap_ns = 0;
     while (result == ncclInProgress && nccl) { // the thread's caller has the deadline
-        fsdpi_nccl_nap(&nap_ns);
+        fsdpi_nap(&nap_ns, FSDPI_NCCL_NAP_NS, FSDPI_NCCL_NAP_MAX);
         if (ncclCommGetAsyncError(nccl, &result) != ncclSuccess) return ncclSystemError;
     }
     return result;
@@ -880,7 +873,7 @@ static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w)), nap_ns = 0;
     int locked = fsdpi_try_lock(&w->issue);
     while (!locked && fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ABORT_NS) {
-        fsdpi_nccl_nap(&nap_ns);
+        fsdpi_nap(&nap_ns, FSDPI_NCCL_NAP_NS, FSDPI_NCCL_NAP_MAX);
         locked = fsdpi_try_lock(&w->issue);
     }
     return locked;
@@ -1190,10 +1183,11 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
 // Returns the next entry of the list of operations, once the entry's old operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    int64_t nap_ns = 0;
     while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_WORKS) {
         if (fsdpi_nccl_failed(w)) return NULL;
         fsdpi_nccl_wake(w);
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_nap(&nap_ns, FSDPI_NCCL_NAP_NS, FSDPI_NCCL_NAP_MAX);
     }
     return fsdpi_nccl_work(w, w->issued);
 }
@@ -1497,7 +1491,7 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     while (w->num_threads > 1 && !FSDPI_LOAD(&w->aborted) &&
            fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < 3 * FSDPI_NCCL_ABORT_NS) {
         fsdpi_nccl_wake(w);
-        fsdpi_nccl_nap(&nap_ns);
+        fsdpi_nap(&nap_ns, FSDPI_NCCL_NAP_NS, FSDPI_NCCL_NAP_MAX);
     }
 }
 

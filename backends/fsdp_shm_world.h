@@ -42,6 +42,8 @@
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before it
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
 #define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // most bytes of one allocation, over all ranks
+#define FSDPI_SHM_NAP_NS    500000   // first nap of a rank that asks for the file
+#define FSDPI_SHM_NAP_MAX   20000000 // its longest one
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
@@ -1109,7 +1111,7 @@ static FSDP_COLD fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_unix_name("shm", w->base.boot.job, &name);
-    int64_t start = *c->since, nap = 500000;
+    int64_t start = *c->since, nap_ns = 0;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = fsdpi_shm_socket(), gift = -1, answered = 0;
@@ -1142,8 +1144,7 @@ static FSDP_COLD fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
                 "[E617] rank %d has not come within %.1f s: start it on this host, as this user, "
                 "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (int)c->base.ranks[0], (double)w->base.boot.timeout_ns * 1e-9);
-        if (w->fd < 0) fsdpi_sleep_ns(nap);
-        nap = nap < 20000000 ? nap * 2 : nap;
+        if (w->fd < 0) fsdpi_nap(&nap_ns, FSDPI_SHM_NAP_NS, FSDPI_SHM_NAP_MAX);
     }
     fsdp_status status = fsdpi_shm_enter(c);
     // From here on a failure reaches the other ranks. Before, they would wait until the deadline.

@@ -61,6 +61,15 @@ static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
     (void)fsdpi_nanosleep(&t, NULL);
 }
 
+// A sleep of a wait that polls: `first` ns long, each next one an eighth longer, at most `most`. A
+// wait ends soon after what it waits for, and a long one takes little time of a processor. *ns is 0
+// before the first.
+static FSDPI_UNUSED void fsdpi_nap(int64_t *ns, int64_t first, int64_t most) {
+    const int64_t next = *ns ? *ns + *ns / 8 : first;
+    *ns = next < most ? next : most;
+    fsdpi_sleep_ns(*ns);
+}
+
 // Sleeps while *word == expected, at most timeout_ns, and may return early without a reason.
 // shared: several processes have the word in their memory.
 static void fsdpi_futex_wait(uint32_t *word, uint32_t expected, int64_t timeout_ns, int shared) {

@@ -329,7 +329,7 @@ static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const ch
 
 #define FSDPI_FENCE_NS       ((int64_t)50000000)   // from one look at the world to the next
 #define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // after the deadline: the backend may say more
-#define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // after the world has failed
+#define FSDPI_FENCE_LAST_NS  ((int64_t)2000000000) // after a failure: collectives end meanwhile
 
 // Waits on the host for the fence, until the deadline. If the world fails meanwhile, its
 // collectives end, and the host does not wait much longer.

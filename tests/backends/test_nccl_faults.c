@@ -193,6 +193,12 @@ TEST_P(nccl_faults, rank_dies_while_communicators_are_made, makings) {
     all_in_time(j, row->victim, 1000);
 }
 
+/* Counts this rank, and waits until `count` have been counted. */
+static void await_ranks(job *j, int count) {
+    __atomic_add_fetch(&j->gate, 1, __ATOMIC_SEQ_CST);
+    for (long ns = 0; __atomic_load_n(&j->gate, __ATOMIC_SEQ_CST) < count;) h_nap(&ns);
+}
+
 static int is_late; /* 1: delays the next thread that is about to call NCCL */
 
 /* All ranks wait until the others have arrived; then the victim dies, and the rest find their
@@ -200,8 +206,7 @@ static int is_late; /* 1: delays the next thread that is about to call NCCL */
 static cudaError_t late_device(int device) {
     long ns = 0;
     if (!__atomic_exchange_n(&is_late, 0, __ATOMIC_SEQ_CST)) return cudaSetDevice(device);
-    __atomic_add_fetch(&my_job->gate, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&my_job->gate, __ATOMIC_SEQ_CST) < my_job->world) h_nap(&ns);
+    await_ranks(my_job, my_job->world);
     if (my_rank == my_job->victim) mark(my_job), (void)raise(SIGKILL);
     while (stub_live(STUB_COMMS) > 0) h_nap(&ns);
     return cudaSetDevice(device);
@@ -532,7 +537,7 @@ static void await_looks(const fsdpi_comm *c) {
 }
 
 static void await_left(const fsdpi_comm *c) {
-    __atomic_add_fetch(&my_job->gate, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&my_job->gate, 1, __ATOMIC_SEQ_CST); /* now the victim leaves */
     for (long ns = 0; !fsdpi_store_has_left(fsdpi_store_world_of(c)->store, my_job->victim) &&
                       !fsdpi_comm_failed(c);)
         h_nap(&ns);
@@ -567,8 +572,9 @@ static void one_is_to_blame(job *j, int rank) {
     fsdp_status status = fsdp_init(&d, &world);
     if (!status) status = fsdp_barrier(world);
     CHECK_MSG(!status, "%s", fsdp_last_error(NULL));
+    await_ranks(j, j->world); /* none is in the barrier when the world fails */
     if (rank == j->victim && b->leaves) {
-        for (long ns = 0; __atomic_load_n(&j->gate, __ATOMIC_SEQ_CST) < j->world - 1;) h_nap(&ns);
+        await_ranks(j, 2 * j->world);
         shuts_down(j, world);
     }
     if (rank == j->victim) {

@@ -1259,6 +1259,19 @@ TEST_P(shm_waits, more_ranks_than_cores, crowds) {
     run(s, hand_over);
 }
 
+/* A wait that polls sleeps for longer each time, up to a limit. */
+TEST(shm_waits, naps_grow) {
+    int64_t ns = 0, last = 0;
+    int naps = 0;
+    for (; ns < 2000; naps++, last = ns) {
+        fsdpi_nap(&ns, 500, 2000);
+        CHECK_MSG(naps ? ns > last && ns <= last + last / 8 : ns == 500, "%d: %d", naps, (int)ns);
+        CHECK(ns <= 2000 && naps < 20);
+    }
+    fsdpi_nap(&ns, 500, 2000);
+    CHECK_EQ_INT(ns, 2000);
+}
+
 /* ---- large copies ---------------------------------------------------------------------------- */
 
 /* A copy of any length copies all bytes and writes no others: tests lengths around the one from
