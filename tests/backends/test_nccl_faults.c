@@ -857,7 +857,9 @@ static void one_breaks(int cycle, int rank, fsdp_world *world) {
     stub_async_error(NULL, rank == cycle % fsdp_world_size(world) ? ncclRemoteError : ncclSuccess);
 }
 static void one_is_late(int cycle, int rank, fsdp_world *world) {
-    if (rank == cycle % fsdp_world_size(world)) usleep((useconds_t)my_job->timeout_ms * 2000);
+    /* only from now on: a busy machine may take longer to open the next world */
+    world->boot.timeout_ns = comm_of(world)->base.world->boot.timeout_ns = 200000000;
+    if (rank == cycle % fsdp_world_size(world)) usleep(400000);
 }
 
 typedef struct {
@@ -870,7 +872,7 @@ typedef struct {
 static const cycle cycles[] = {{"in_order", no_quirk, 2, CYCLES, 20000, FSDP_OK, 24 << 10},
                                {"aborted", one_aborts, 3, 20, 20000, FSDP_ERR_ABORTED, 24 << 10},
                                {"broken", one_breaks, 2, 6, 20000, FSDP_ERR_BACKEND, 24 << 10},
-                               {"late", one_is_late, 2, 4, 200, FSDP_ERR_TIMEOUT, 40 << 10}};
+                               {"late", one_is_late, 2, 4, 20000, FSDP_ERR_TIMEOUT, 40 << 10}};
 
 static void cycles_main(job *j, int rank) {
     const cycle *c = (const cycle *)j->extra;
