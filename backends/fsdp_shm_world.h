@@ -539,8 +539,9 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
 }
 
 // Takes an allocation. `beside` lists this rank's existing allocations, whose numbers are in use.
-static fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base, const fsdpi_chunks *beside,
-                                         fsdpi_chunk *chunk, const char **why) {
+static FSDP_COLD fsdp_status fsdpi_shm_take_beside(fsdpi_comm_world *base,
+                                                   const fsdpi_chunks *beside, fsdpi_chunk *chunk,
+                                                   const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     const size_t size = chunk->size;
     *why = "that is more than the backend can address";
@@ -1210,7 +1211,7 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
 
-static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
+static FSDP_COLD fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
     if (!block && !parent->boot->threads &&
@@ -1226,8 +1227,8 @@ static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
 }
 
 // Finds the block that the group's first member has shown. All members of the parent meet.
-static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
-                                     const fsdp_group *g) {
+static FSDP_COLD fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                               const fsdp_group *g) {
     fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
     fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     (void)g;
@@ -1280,7 +1281,7 @@ static void fsdpi_shm_leave(fsdpi_comm *base) {
     fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-static int fsdpi_shm_close(fsdpi_comm_world *base) {
+static FSDP_COLD int fsdpi_shm_close(fsdpi_comm_world *base) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     for (size_t i = 0; i < w->num_numbers * (size_t)base->boot.size; i++)
         fsdpi_shm_unmap_remote(&w->remotes[i]);

@@ -130,8 +130,8 @@ static FSDPI_UNUSED void fsdpi_say_failure(fsdpi_text *t, const fsdpi_failure *v
 
 // Adds the fields in which two calls differ. If the operations differ, compares only operation and
 // unit.
-static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
-                                  const fsdpi_signature *b) {
+static FSDP_COLD void fsdpi_say_differences(fsdpi_text *t, const fsdpi_signature *a,
+                                            const fsdpi_signature *b) {
     const struct {
         int differs;
         const char *name;

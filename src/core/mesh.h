@@ -292,8 +292,8 @@ static FSDP_COLD fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc 
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
-                                      fsdp_mesh **mesh) {
+FSDP_API FSDP_COLD fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
+                                                fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
     if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
@@ -331,8 +331,8 @@ static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp
     return fsdpi_failed(mesh->world);
 }
 
-FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
-                                     fsdp_mesh **out) {
+FSDP_API FSDP_COLD fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
+                                               int num_dims, fsdp_mesh **out) {
     fsdp_mesh_desc d = FSDP_ZERO;
     FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_slice", out));
     fsdp_world *w = mesh->world;
@@ -368,8 +368,8 @@ FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, 
     return fsdpi_mesh_add(mesh->world, &d, mesh, NULL, out);
 }
 
-FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
-                                         const char *const names[2], fsdp_mesh **out) {
+FSDP_API FSDP_COLD fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
+                                                   const char *const names[2], fsdp_mesh **out) {
     fsdp_mesh_desc d = FSDP_ZERO;
     int32_t from[FSDP_MAX_DIMS];
     FSDPI_TRY(fsdpi_mesh_call(mesh, "mesh_unflatten", out));

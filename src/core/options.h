@@ -212,7 +212,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
+FSDP_API FSDP_COLD fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     static const char *const what = "model_cast";
     if (!model) return fsdpi_null(NULL, what, "model");
     if (!fsdp_dtype_is_float(dtype))
