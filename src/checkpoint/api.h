@@ -31,10 +31,6 @@
 /* -------------------------------------------------------------------------------------------- */
 // Creation and destruction.
 
-static fsdp_status fsdpi_ck_null(fsdp_world *w, const char *call, const char *which) {
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E441] %s: %s is NULL", call, which);
-}
-
 static int fsdpi_ck_good_blob_name(const char *name) {
     size_t n = name ? strlen(name) : 0;
     if (n < 1 || n > 64) return 0;
@@ -48,7 +44,7 @@ static int fsdpi_ck_good_blob_name(const char *name) {
 static fsdp_status fsdpi_ck_copy_blobs(fsdp_checkpoint *ck, const char *call) {
     const fsdp_checkpoint_desc *d = &ck->desc;
     if (d->num_blobs < 0 || (d->num_blobs && !d->blobs))
-        return fsdpi_ck_null(ck->world, call, "desc.blobs");
+        return fsdp_fail_null(ck->world, call, "desc.blobs");
     if (!d->num_blobs) return FSDP_OK;
     int64_t size = (int64_t)sizeof(fsdp_checkpoint_blob) + 80;
     fsdp_status status = fsdpi_ck_reserve(ck->model, &ck->blobs, d->num_blobs * size, 0);
@@ -140,7 +136,7 @@ FSDP_API fsdp_status fsdp_checkpoint_create(fsdp_model *model, const fsdp_checkp
     static const char *const call = "checkpoint_create";
     void *room = NULL;
     int attached = 0;
-    if (!model || !out) return fsdpi_ck_null(fsdp_model_world(model), call, "model or ck");
+    if (!model || !out) return fsdp_fail_null(fsdp_model_world(model), call, "model or ck");
     *out = NULL;
     fsdp_status mine = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof(fsdp_checkpoint),
                                   "checkpoint_create: no memory", &room);
@@ -219,7 +215,7 @@ static fsdp_status fsdpi_ck_begin_save(fsdp_checkpoint *ck, const char *call, co
 
 static fsdp_status fsdpi_ck_save_call(fsdp_checkpoint *ck, const char *call, const char *dir,
                                       int64_t step, int is_async) {
-    if (!ck) return fsdpi_ck_null(NULL, call, "ck");
+    if (!ck) return fsdp_fail_null(NULL, call, "ck");
     int64_t begin = fsdpi_monotonic_ns(NULL);
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (!status) status = fsdpi_ck_begin_save(ck, call, dir, step, is_async);
@@ -235,7 +231,7 @@ FSDP_API fsdp_status fsdp_checkpoint_save_async(fsdp_checkpoint *ck, const char 
     return fsdpi_ck_save_call(ck, "checkpoint_save_async", dir, step, 1);
 }
 FSDP_API fsdp_status fsdp_checkpoint_poll(fsdp_checkpoint *ck, int *busy) {
-    if (!ck) return fsdpi_ck_null(NULL, "checkpoint_poll", "ck");
+    if (!ck) return fsdp_fail_null(NULL, "checkpoint_poll", "ck");
     fsdp_status status = fsdp_world_status(ck->world);
     if (!status && ck->save.stage_of != FSDPI_CK_IDLE)
         status = fsdpi_ck_advance(ck, "checkpoint_poll", 0);
@@ -244,7 +240,7 @@ FSDP_API fsdp_status fsdp_checkpoint_poll(fsdp_checkpoint *ck, int *busy) {
 }
 FSDP_API fsdp_status fsdp_checkpoint_wait(fsdp_checkpoint *ck) {
     return ck ? fsdpi_ck_finish(ck, "checkpoint_wait")
-              : fsdpi_ck_null(NULL, "checkpoint_wait", "ck");
+              : fsdp_fail_null(NULL, "checkpoint_wait", "ck");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -323,12 +319,12 @@ FSDP_API fsdp_status fsdp_checkpoint_find(fsdp_checkpoint *ck, const char *dir, 
     char found[FSDP_CHECKPOINT_PATH] = "", leaf[FSDPI_CK_LEAF];
     int64_t newest = -1;
     fsdp_status mine = FSDP_OK;
-    if (!ck) return fsdpi_ck_null(NULL, call, "ck");
+    if (!ck) return fsdp_fail_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
     if (ck->hung) mine = fsdpi_ck_worker_status(ck, call);
     else if (!dir || !path || !step || !cap)
-        mine = fsdpi_ck_null(ck->world, call, "dir, path or step");
+        mine = fsdp_fail_null(ck->world, call, "dir, path or step");
     else if (strlen(dir) + FSDPI_CK_LEAF > cap || strlen(dir) + FSDPI_CK_LEAF > sizeof found)
         mine = fsdp_fail(ck->world, FSDP_ERR_INVALID_ARG,
                          "[E446] %s: a path in dir does not fit: pass room for %llu bytes", call,
@@ -354,7 +350,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
     fsdpi_ck_buffer room = {NULL, 0};
     fsdpi_ck_args args, first;
     int64_t begin = fsdpi_monotonic_ns(NULL);
-    if (!ck) return fsdpi_ck_null(NULL, call, "ck");
+    if (!ck) return fsdp_fail_null(NULL, call, "ck");
     fsdp_status status = fsdpi_ck_finish(ck, call);
     if (status) return status;
     fsdp_status mine = fsdpi_ck_reserve(ck->model, &room, (int64_t)sizeof(fsdpi_ck_load), 0);
@@ -395,7 +391,7 @@ FSDP_API fsdp_status fsdp_checkpoint_load(fsdp_checkpoint *ck, const char *path,
 FSDP_API fsdp_status fsdp_checkpoint_last_report(const fsdp_checkpoint *ck,
                                                  fsdp_checkpoint_report *out) {
     if (!ck || !out)
-        return fsdpi_ck_null(ck ? ck->world : NULL, "checkpoint_last_report", "ck or out");
+        return fsdp_fail_null(ck ? ck->world : NULL, "checkpoint_last_report", "ck or out");
     *out = ck->report;
     return FSDP_OK;
 }

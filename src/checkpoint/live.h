@@ -303,7 +303,7 @@ FSDP_API fsdp_status fsdp_checkpoint_export_model(fsdp_checkpoint *ck, const cha
                                                   const fsdp_checkpoint_export_desc *desc) {
     static const char *const call = "checkpoint_export_model";
     void *room = NULL;
-    if (!ck) return fsdpi_ck_null(NULL, call, "ck");
+    if (!ck) return fsdp_fail_null(NULL, call, "ck");
     fsdp_model *m = ck->model;
     fsdp_status status = fsdp_checkpoint_wait(ck);
     if (status) return status;

@@ -154,7 +154,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
 
 FSDP_API fsdp_status fsdp_state_reserve(fsdp_model *model, int ordinal) {
     fsdp_param_view v;
-    if (!model) return fsdpi_null(NULL, "state_reserve", "model");
+    if (!model) return fsdp_fail_null(NULL, "state_reserve", "model");
     fsdp_status status = fsdp_param_at(model, ordinal, &v);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.hold) status = a->e.hold(a->e.user, model, ordinal);
@@ -163,7 +163,7 @@ FSDP_API fsdp_status fsdp_state_reserve(fsdp_model *model, int ordinal) {
 
 FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal) {
     fsdp_param_view v;
-    if (!model) return fsdpi_null(NULL, "tell_values", "model");
+    if (!model) return fsdp_fail_null(NULL, "tell_values", "model");
     if (event < FSDP_VALUES_MOVED || event > FSDP_VALUES_WRITTEN)
         return fsdpi_invalid_arg(model->world,
                                  "[E9030] tell_values: event is %d, expected FSDP_VALUES_*", event);
@@ -174,7 +174,7 @@ FSDP_API fsdp_status fsdp_tell_values(fsdp_model *model, int event, int ordinal)
 }
 
 FSDP_API fsdp_status fsdp_state_loaded(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_loaded", "model");
+    if (!model) return fsdp_fail_null(NULL, "state_loaded", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);

@@ -117,7 +117,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     if (w) FSDPI_TRY(fsdpi_failed(w));
-    if (!w || !desc) return fsdpi_null(w, "clip_grads", "model or desc");
+    if (!w || !desc) return fsdp_fail_null(w, "clip_grads", "model or desc");
     FSDPI_TRY(fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc"));
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
@@ -164,7 +164,7 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     if (w) FSDPI_TRY(fsdpi_failed(w));
-    if (!w || !norm) return fsdpi_null(w, "grad_norm", "model or norm");
+    if (!w || !norm) return fsdp_fail_null(w, "grad_norm", "model or norm");
     if (!(model->norm_type > 0))
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
                          "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");

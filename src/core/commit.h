@@ -355,7 +355,7 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
+    return model ? fsdpi_commit(model) : fsdp_fail_null(NULL, "model_commit", "model");
 }
 
 #endif // FSDPI_CORE_COMMIT_H

@@ -160,12 +160,11 @@ static fsdp_status fsdpi_invalid_arg(fsdp_world *w, const char *fmt, ...) {
     return status;
 }
 
-// Reports a NULL argument. `which`: the names of the arguments that must not be NULL.
-static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
+FSDP_API fsdp_status fsdp_fail_null(fsdp_world *w, const char *call, const char *which) {
     return fsdpi_invalid_arg(w, "[E101] %s: %s is NULL", call, which);
 }
 static fsdp_status fsdpi_null_of(const fsdp_model *m, const char *call, const char *which) {
-    return fsdpi_null(m ? m->world : NULL, call, which);
+    return fsdp_fail_null(m ? m->world : NULL, call, which);
 }
 
 // Checks the index of a parameter of unit u.

@@ -218,7 +218,7 @@ FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL;
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "pools_trim", "model");
+    if (!model) return fsdp_fail_null(NULL, "pools_trim", "model");
     FSDPI_TRY(fsdpi_refuse_in_dry_run(model, "pools_trim"));
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
@@ -293,7 +293,7 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
 }
 
 FSDP_API fsdp_status fsdp_lock_params(fsdp_model *model, const char *why) {
-    if (!model) return fsdpi_null(NULL, "lock_params", "model");
+    if (!model) return fsdp_fail_null(NULL, "lock_params", "model");
     if (why && model->write_lock_text)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_STATE, "[E232] lock_params: %s",
                          model->write_lock_text);
@@ -306,7 +306,7 @@ FSDP_API const char *fsdp_lock_reason(const fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
-    if (!model) return fsdpi_null(NULL, "wait_stream", "model");
+    if (!model) return fsdp_fail_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
         return fsdpi_invalid_arg(
             model->world, "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
@@ -317,7 +317,7 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
 
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
     if (!model || (nbytes > 0 && !data))
-        return fsdpi_null(fsdp_model_world(model), "agree", "model or data");
+        return fsdp_fail_null(fsdp_model_world(model), "agree", "model or data");
     for (int64_t i = 0; i < nbytes; i += 8) {
         uint64_t word = 0;
         memcpy(&word, (const char *)data + i, (size_t)(nbytes - i < 8 ? nbytes - i : 8));

@@ -344,10 +344,12 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_alloc(fsdp_model *model, int memory, i
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes);
 
 /* fsdp_fail - let a call fail: the library logs the text and keeps it for fsdp_last_error
+   fsdp_fail_null - fail since an argument is NULL. which: the names of those that may not be NULL
    world       NULL: it is this thread's failure without a world
-   Result      status */
+   Result      status; of fsdp_fail_null INVALID_ARG */
 FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
     FSDP_PRINTF(3, 4);
+FSDP_API fsdp_status fsdp_fail_null(fsdp_world *world, const char *call, const char *which);
 
 /* fsdp_warn - log a line that is no failure, at the level FSDP_LOG_WARN */
 FSDP_API void fsdp_warn(const fsdp_world *world, const char *format, ...) FSDP_PRINTF(2, 3);

@@ -295,7 +295,8 @@ static FSDP_COLD fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc 
 FSDP_API FSDP_COLD fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                                 fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
+    if (!world || !desc || !mesh)
+        return fsdp_fail_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
     FSDPI_TRY(fsdpi_failed(world));
     FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc"));
@@ -326,7 +327,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // Makes the checks of all functions that make a mesh from a mesh.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(mesh ? mesh->world : NULL, what, "mesh or out");
+    if (!mesh || !out) return fsdp_fail_null(mesh ? mesh->world : NULL, what, "mesh or out");
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -433,7 +434,7 @@ FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int ki
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};
     if (!mesh || !out)
-        return fsdpi_null(mesh ? mesh->world : NULL, "mesh_info_init", "mesh or out");
+        return fsdp_fail_null(mesh ? mesh->world : NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
         return fsdpi_invalid_arg(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*",
@@ -470,7 +471,8 @@ FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int ki
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
+    if (!mesh || !comm)
+        return fsdp_fail_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
     fsdp_world *w = mesh->world;
     *comm = NULL;
     FSDPI_TRY(fsdpi_failed(w));

@@ -78,7 +78,7 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
 FSDP_API FSDP_COLD fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                                  fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
+    if (!world || !model) return fsdp_fail_null(world, "model_create", "world or model");
     *model = NULL;
     FSDPI_TRY(fsdpi_failed(world));
     FSDPI_TRY(fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc"));

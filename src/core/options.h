@@ -51,7 +51,7 @@ static fsdp_status fsdpi_setter_begin(fsdp_model *m, fsdp_unit *u, const char *w
 
 // Sets an option of the model, an int at `field` of its options.
 static fsdp_status fsdpi_set_model(fsdp_model *m, const char *what, size_t field, int value) {
-    if (!m) return fsdpi_null(NULL, what, "model");
+    if (!m) return fsdp_fail_null(NULL, what, "model");
     *(int *)(void *)((char *)&m->options + field) = value != 0;
     m->settings = 0;
     return fsdpi_failed(m->world);
@@ -214,7 +214,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
 
 FSDP_API FSDP_COLD fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
     static const char *const what = "model_cast";
-    if (!model) return fsdpi_null(NULL, what, "model");
+    if (!model) return fsdp_fail_null(NULL, what, "model");
     if (!fsdp_dtype_is_float(dtype))
         return fsdpi_invalid_arg(model->world, "[E171] %s: dtype is %d, expected a floating dtype",
                                  what, dtype);
@@ -267,7 +267,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 }
 
 FSDP_API fsdp_status fsdp_set_unit_callback(fsdp_unit *unit, fsdp_unit_callback fn, void *user) {
-    if (!unit) return fsdpi_null(NULL, "set_unit_callback", "unit");
+    if (!unit) return fsdp_fail_null(NULL, "set_unit_callback", "unit");
     FSDPI_TRY(fsdpi_failed(unit->model->world));
     fsdpi_call_back(unit, 0);
     unit->model->unit_callbacks |= fn != NULL;

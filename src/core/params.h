@@ -355,7 +355,7 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "params_writable", "model");
+    if (!model) return fsdp_fail_null(NULL, "params_writable", "model");
     FSDPI_TRY(fsdpi_failed(model->world));
     for (int i = 0; i < model->num_units; i++) { // COMPUTE waits for issued gathers
         fsdp_unit *u = model->units[i];

@@ -188,7 +188,7 @@ static FSDP_COLD fsdp_status fsdpi_predict_copy(const fsdp_model *m, const fsdp_
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
     const fsdp_predict_desc whole = FSDP_ZERO;
     fsdp_model *dry = NULL;
-    if (!model) return fsdpi_null(NULL, "model_reserve", "model");
+    if (!model) return fsdp_fail_null(NULL, "model_reserve", "model");
     FSDPI_TRY(fsdpi_commit(model));
     fsdp_status status = fsdpi_predict_copy(model, &whole, &dry);
     for (int i = 0; !status && i < dry->num_classes; i++) {

@@ -308,7 +308,7 @@ static fsdp_status fsdpi_announce(fsdp_model *m, int call, const char *what) {
 // and shows the marker. If `run` is set, the call writes shards or gradients: extensions are
 // notified first, and the row of each unit runs.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
+    if (!m) return fsdp_fail_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     if (!status && m->world->flight) fsdpi_flight_call(m->world, call, NULL);
     const char *what = fsdpi_call_name(call);
@@ -370,7 +370,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_timed_call(fsdp_unit *u, int call) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    if (!u) return fsdp_fail_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return fsdpi_world_is_failed(m, status);
@@ -400,7 +400,7 @@ FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, F
 FSDP_API fsdp_status fsdp_reshard(fsdp_unit *u) { return fsdpi_unit_call(u, FSDP_CALL_RESHARD); }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
+    if (!u) return fsdp_fail_null(NULL, fsdpi_call_name(call), "unit");
     return fsdpi_check_index(u, index, fsdpi_call_name(call));
 }
 
@@ -463,7 +463,7 @@ static fsdp_status fsdpi_finalize_call(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "finalize_backward", "model");
+    if (!model) return fsdp_fail_null(NULL, "finalize_backward", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return fsdpi_world_is_failed(model, status);
     const fsdpi_attached *answered = NULL;
@@ -608,7 +608,7 @@ FSDP_API fsdp_status fsdp_set_grad_none(fsdp_unit *unit, int index) {
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "model_reset", "model");
+    if (!model) return fsdp_fail_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return fsdpi_world_is_failed(model, status);
     if (fsdpi_ext_offer_call(model, NULL, FSDP_CALL_RESET, &status)) return status;
@@ -625,7 +625,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
-    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
+    if (!model) return fsdp_fail_null(NULL, what ? what : "call_begin", "model");
     FSDPI_TRY(fsdpi_commit(model));
     if (model->world->flight) fsdpi_flight_call(model->world, FSDP_CALL_EXTENSION, what);
     if (call < 0 || call >= FSDP_CALL_COUNT)

@@ -304,7 +304,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API FSDP_COLD fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // has rank, log level and errors until the world exists
-    if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
+    if (!world) return fsdp_fail_null(NULL, "fsdp_init", "world");
     *world = NULL;
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc"));
     memset(&early, 0, sizeof early);
@@ -340,7 +340,7 @@ FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
-    if (!world) return fsdpi_null(NULL, "set_stream", "world");
+    if (!world) return fsdp_fail_null(NULL, "set_stream", "world");
     FSDPI_TRY(fsdpi_failed(world));
     if (world->mode != FSDP_RUN_STREAMS)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
@@ -414,7 +414,7 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
 // Checks the arguments of a collective on host data.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
-    if (!w) return fsdpi_null(mesh ? mesh->world : NULL, what, "world");
+    if (!w) return fsdp_fail_null(mesh ? mesh->world : NULL, what, "world");
     FSDPI_TRY(fsdpi_failed(w));
     if (count < 0 || count > INT64_MAX / 8 || (count > 0 && !data))
         return fsdpi_invalid_arg(

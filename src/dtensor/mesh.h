@@ -468,8 +468,7 @@ FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc 
     fsdp_dmesh_desc d;
     fsdp_dmesh *dm = NULL, none;
     if (!model || !out)
-        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                         "[E010] dmesh_create: model or dm is NULL: pass both");
+        return fsdp_fail_null(fsdp_model_world(model), "dmesh_create", "model or dm");
     *out = NULL;
     fsdp_world *w = fsdp_model_world(model);
     memset(&none, 0, sizeof none); // for a rank that could not make one

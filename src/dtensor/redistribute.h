@@ -234,8 +234,7 @@ FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
     fsdp_redistribution_desc d;
     fsdp_redistribution *r;
     if (!dm || !desc || !out)
-        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E012] redistribution_create: dm, desc or out is NULL: pass all");
+        return fsdp_fail_null(dm ? dm->world : NULL, "redistribution_create", "dm, desc or out");
     *out = NULL;
     fsdp_status status = fsdp_desc_read(dm->world, &d, desc, sizeof d, "fsdp_redistribution_desc");
     if (!status) status = fsdpi_dt_check_desc(dm, &d);
@@ -298,9 +297,8 @@ FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *fo
     fsdp_redistribution_desc d;
     char name[FSDPI_DT_NAME];
     if (!forward || !out)
-        return fsdp_fail(forward ? forward->dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E013] redistribution_create_backward: forward or out is NULL: pass "
-                         "both");
+        return fsdp_fail_null(forward ? forward->dm->world : NULL, "redistribution_create_backward",
+                              "forward or out");
     *out = NULL;
     memset(&d, 0, sizeof d);
     d.from = grad ? *grad : forward->first_to;
@@ -348,8 +346,7 @@ FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim,
 FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
                                              fsdp_redistribution_info *out) {
     if (!r || !out)
-        return fsdp_fail(r ? r->dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E016] redistribution_get: r or out is NULL: pass both");
+        return fsdp_fail_null(r ? r->dm->world : NULL, "redistribution_get", "r or out");
     memset(out, 0, sizeof *out);
     int num = r->route.num_steps;
     const fsdpi_dt_stage *first = r->stages, *last = r->stages + num - 1;
@@ -541,7 +538,7 @@ static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *ds
 
 static fsdp_status fsdpi_dt_check_run(const fsdp_redistribution *r, const void *dst,
                                       const void *src) {
-    if (!r) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E017] redistribute: r is NULL: pass it");
+    if (!r) return fsdp_fail_null(NULL, "redistribute", "r");
     fsdp_world *w = r->dm->world;
     int64_t in = r->part[0].numel, out = r->part[1].numel;
     if ((in && !src) || (out && !dst))
@@ -589,9 +586,7 @@ FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, 
 }
 
 FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r) {
-    if (!r)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
-                         "[E021] redistribute_wait: r is NULL: pass it");
+    if (!r) return fsdp_fail_null(NULL, "redistribute_wait", "r");
     if (!r->begun) return fsdp_world_status(r->dm->world);
     r->begun = 0;
     return fsdpi_dt_mark(r, FSDP_OP_WAIT);
@@ -627,9 +622,7 @@ FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, c
                                         const char *what) {
     fsdp_local part;
     uint64_t hash;
-    if (!dm || !what)
-        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E022] dtensor_check: dm or what is NULL: pass both");
+    if (!dm || !what) return fsdp_fail_null(dm ? dm->world : NULL, "dtensor_check", "dm or what");
     fsdp_status status = fsdpi_dt_known_in(dm->world, "dtensor_check", spec);
     if (status) return status;
     int other = !fsdpi_dt_is_on(dm, spec);

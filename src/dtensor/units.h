@@ -168,8 +168,7 @@ FSDP_API fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm, const fsdp_tp_unit_desc
     fsdpi_dt_unit *u = NULL;
     int is_cut = 0;
     if (!dm || !desc || !unit)
-        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E030] tp_fully_shard: dm, desc or unit is NULL: pass all");
+        return fsdp_fail_null(dm ? dm->world : NULL, "tp_fully_shard", "dm, desc or unit");
     *unit = NULL;
     fsdp_status status = fsdp_desc_read(dm->world, &d, desc, sizeof d, "fsdp_tp_unit_desc");
     if (!status) status = fsdpi_dt_check_tp(dm, &d, &is_cut);
@@ -204,8 +203,7 @@ FSDP_API fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm, const fsdp_tp_unit_desc
 FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *local,
                                   fsdp_param_view *out) {
     if (!dm || !local || !out)
-        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E031] tp_view: dm, local or out is NULL: pass all");
+        return fsdp_fail_null(dm ? dm->world : NULL, "tp_view", "dm, local or out");
     const fsdpi_dt_unit *u = fsdpi_dt_find_unit(dm, local->unit);
     *out = *local;
     if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
@@ -239,9 +237,7 @@ static fsdp_status fsdpi_dt_tp_param(fsdp_dmesh *dm, fsdp_unit *unit, int index,
                                      fsdp_param_view *view, int *dim) {
     fsdp_param_view local;
     *dim = -1;
-    if (!dm || !unit)
-        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E032] %s: dm or unit is NULL: pass both", call);
+    if (!dm || !unit) return fsdp_fail_null(dm ? dm->world : NULL, call, "dm or unit");
     fsdp_status status = fsdp_param_view_get(unit, index, &local);
     const fsdpi_dt_unit *u = fsdpi_dt_find_unit(dm, unit);
     if (u && !status) *dim = u->dims[index];

@@ -71,7 +71,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     static const char *const name = "adamw_create";
     fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
     fsdpi_adamw_opt settings;
-    if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
+    if (!model || !opt) return fsdp_fail_null(fsdp_model_world(model), name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;
@@ -137,7 +137,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     static const char *const name = "sgd_create";
     fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
     fsdpi_sgd_opt settings;
-    if (!model || !opt) return fsdpi_optim_null(model, name, "model or opt");
+    if (!model || !opt) return fsdp_fail_null(fsdp_model_world(model), name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;

@@ -188,7 +188,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
     fsdp_ema_desc defaults = fsdp_ema_defaults();
     fsdp_ema settings;
     fsdp_optim *base = NULL;
-    if (!model || !ema) return fsdpi_optim_null(model, name, "model or ema");
+    if (!model || !ema) return fsdp_fail_null(fsdp_model_world(model), name, "model or ema");
     *ema = NULL;
     fsdp_world *w = fsdp_model_world(model);
     memset(&settings, 0, sizeof settings);
@@ -230,7 +230,7 @@ FSDP_API fsdp_status fsdp_ema_create(fsdp_model *model, const fsdp_ema_desc *des
 
 FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
     static const char *const name = "ema_update";
-    if (!ema) return fsdpi_optim_null(NULL, name, "ema");
+    if (!ema) return fsdp_fail_null(NULL, name, "ema");
     fsdp_optim *o = &ema->base;
     fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_FULL, name);
     if (!status) status = fsdpi_ema_swapped(ema, name);
@@ -252,7 +252,7 @@ FSDP_API fsdp_status fsdp_ema_update(fsdp_ema *ema) {
 
 FSDP_API fsdp_status fsdp_ema_swap(fsdp_ema *ema) {
     static const char *const name = "ema_swap";
-    if (!ema) return fsdpi_optim_null(NULL, name, "ema");
+    if (!ema) return fsdp_fail_null(NULL, name, "ema");
     fsdp_model *m = ema->base.model;
     const double given = ema->swapped;
     fsdp_status status = ema->swapped ? fsdp_lock_params(m, NULL) : FSDP_OK;

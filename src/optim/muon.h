@@ -406,7 +406,7 @@ FSDP_API fsdp_status fsdp_muon_create(fsdp_model *model, const fsdp_muon_desc *d
     fsdp_muon_desc d, defaults = fsdp_muon_defaults();
     fsdp_optim settings, *base = NULL;
     double given[FSDPI_MUON_RANGES + 1];
-    if (!model || !muon) return fsdpi_optim_null(model, name, "model or muon");
+    if (!model || !muon) return fsdp_fail_null(fsdp_model_world(model), name, "model or muon");
     *muon = NULL;
     fsdp_world *w = fsdp_model_world(model);
     const int64_t params = fsdp_num_params(model), ranks = fsdp_world_size(w);

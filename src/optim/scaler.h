@@ -170,7 +170,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
                                              fsdp_grad_scaler **scaler) {
     static const char *const name = "grad_scaler_create";
     fsdp_grad_scaler_desc d;
-    if (!model || !scaler) return fsdpi_optim_null(model, name, "model or scaler");
+    if (!model || !scaler) return fsdp_fail_null(fsdp_model_world(model), name, "model or scaler");
     *scaler = NULL;
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
@@ -227,7 +227,7 @@ FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_unscale";
-    if (!scaler) return fsdpi_optim_null(NULL, name, "the scaler");
+    if (!scaler) return fsdp_fail_null(NULL, name, "the scaler");
     fsdp_model *m = scaler->model;
     fsdp_world *w = fsdp_model_world(m);
     fsdp_status status = fsdp_call_begin(m, FSDP_CALL_CLIP, name);
@@ -258,7 +258,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_update";
-    if (!scaler) return fsdpi_optim_null(NULL, name, "the scaler");
+    if (!scaler) return fsdp_fail_null(NULL, name, "the scaler");
     fsdp_world *w = fsdp_model_world(scaler->model);
     fsdp_grad_scaler_state *s = &scaler->state;
     fsdp_status status = fsdp_world_status(w);
@@ -282,8 +282,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
 FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
                                                 fsdp_grad_scaler_state *out) {
     if (!scaler || !out)
-        return fsdpi_optim_null(scaler ? scaler->model : NULL, "grad_scaler_get_state",
-                                "the scaler or out");
+        return fsdp_fail_null(fsdp_model_world(scaler ? scaler->model : NULL),
+                              "grad_scaler_get_state", "the scaler or out");
     *out = scaler->state;
     return FSDP_OK;
 }
@@ -292,7 +292,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
                                                 const fsdp_grad_scaler_state *state) {
     static const char *const name = "grad_scaler_set_state";
     if (!scaler || !state)
-        return fsdpi_optim_null(scaler ? scaler->model : NULL, name, "the scaler or state");
+        return fsdp_fail_null(fsdp_model_world(scaler ? scaler->model : NULL), name,
+                              "the scaler or state");
     fsdp_status status = fsdpi_scaler_check(fsdp_model_world(scaler->model), name, state);
     if (status) return status;
     scaler->state = *state;

@@ -81,12 +81,6 @@ static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_is_nan(x) || x < 0 || !(x < below);
 }
 
-// Reports a NULL argument. m: a model that was passed, or NULL.
-static fsdp_status fsdpi_optim_null(const fsdp_model *m, const char *call, const char *which) {
-    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call,
-                     which);
-}
-
 // A number that a caller passes, and its range.
 #define FSDPI_OPTIM_FINITE 1.7976931348623157e308 // `below` of one that is finite
 typedef struct fsdpi_optim_range {
@@ -181,7 +175,9 @@ static void fsdpi_optim_what(const fsdp_optim *o, const char *verb, char what[32
 FSDP_API fsdp_status fsdp_optim_set_group(fsdp_optim *o, int k, const fsdp_optim_group *group) {
     char what[32];
     fsdpi_optim_what(o, "set_group", what);
-    if (!o || !group) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or group");
+    if (!o || !group)
+        return fsdp_fail_null(fsdp_model_world(o ? o->model : NULL), what,
+                              "the optimizer or group");
     fsdp_world *w = fsdp_model_world(o->model);
     fsdp_status status = fsdp_world_status(w);
     if (status) return status;
@@ -595,13 +591,14 @@ static fsdp_status fsdpi_optim_step(fsdp_optim *o, double lr, const char *what,
 }
 
 FSDP_API fsdp_status fsdp_optim_step(fsdp_optim *o, double lr) {
-    return o ? o->step(o, lr) : fsdpi_optim_null(NULL, "optim_step", "the optimizer");
+    return o ? o->step(o, lr) : fsdp_fail_null(NULL, "optim_step", "the optimizer");
 }
 
 FSDP_API fsdp_status fsdp_optim_state_get(fsdp_optim *o, int ordinal, fsdp_optim_state *out) {
     char what[32];
     fsdpi_optim_what(o, "state", what);
-    if (!o || !out) return fsdpi_optim_null(o ? o->model : NULL, what, "the optimizer or out");
+    if (!o || !out)
+        return fsdp_fail_null(fsdp_model_world(o ? o->model : NULL), what, "the optimizer or out");
     fsdp_world *w = fsdp_model_world(o->model);
     int num = fsdp_num_params(o->model);
     if (ordinal < 0 || ordinal >= num)

@@ -536,8 +536,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_mesh_info info;
     fsdp_plan_cost cost;
     if (!model || !plan)
-        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                         "[E978] plan_create: model or plan is NULL");
+        return fsdp_fail_null(fsdp_model_world(model), "plan_create", "model or plan");
     *plan = NULL;
     memset(&d, 0, sizeof d);
     fsdp_status status = fsdp_model_commit(model);
@@ -606,7 +605,7 @@ FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
 FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan) { return plan ? plan->why : ""; }
 
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
-    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
+    if (!plan) return fsdp_fail_null(NULL, "plan_pause", "plan");
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
     if (!paused) { // from the next step on: the rest of this one runs eagerly
@@ -623,7 +622,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
-    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
+    if (!plan) return fsdp_fail_null(NULL, "plan_forget", "plan");
     fsdp_status status = fsdpi_plan_stop_replay(plan);
     fsdpi_plan_drop_all(plan);
     plan->kind = NULL;

@@ -44,7 +44,8 @@ FSDP_API int fsdp_replicate_members(const fsdp_replicate *rep, int bucket, int32
 
 FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *order) {
     if (!rep || !order)
-        return fsdpi_rep_null(rep ? rep->model : NULL, "replicate_order", "rep or order");
+        return fsdp_fail_null(fsdp_model_world(rep ? rep->model : NULL), "replicate_order",
+                              "rep or order");
     if (!rep->num_order)
         return fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_STATE,
                          "[E963] replicate_order: no backward has said of all %d parameters that "
@@ -56,7 +57,7 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
 
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     fsdp_status status = FSDP_OK;
-    if (!rep) return fsdpi_rep_null(NULL, "replicate_broadcast", "rep");
+    if (!rep) return fsdp_fail_null(NULL, "replicate_broadcast", "rep");
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_model_broadcast(rep->model, rep->buckets[k].unit, root);
     return status;
@@ -75,7 +76,7 @@ static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_c
 
 FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate_hook hook,
                                              void *user) {
-    if (!rep) return fsdpi_rep_null(NULL, "replicate_set_hook", "rep");
+    if (!rep) return fsdp_fail_null(NULL, "replicate_set_hook", "rep");
     fsdp_custom_comm custom = hook ? fsdpi_rep_custom : NULL;
     fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_FULL, "replicate_set_hook");
     for (int k = 0; k < rep->num_buckets && !status; k++)
@@ -89,7 +90,8 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
 FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int divide,
                                          int *active) {
     if (!rep || !active)
-        return fsdpi_rep_null(rep ? rep->model : NULL, "replicate_join", "rep or active");
+        return fsdp_fail_null(fsdp_model_world(rep ? rep->model : NULL), "replicate_join",
+                              "rep or active");
     fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;

@@ -177,8 +177,7 @@ static void fsdpi_compress_free(void *user) {
 FSDP_API fsdp_status fsdp_compress_create(fsdp_model *model, fsdp_compress **compress) {
     void *room;
     if (compress) *compress = NULL;
-    if (!model)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E919] compress_create: model is NULL");
+    if (!model) return fsdp_fail_null(NULL, "compress_create", "model");
     fsdp_world *w = fsdp_model_world(model);
     if (fsdp_world_size(w) > 1 && !fsdp_world_has(w, FSDP_OP_ALL_TO_ALL))
         return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,

@@ -204,7 +204,7 @@ static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_des
 FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replicate_desc *desc,
                                            fsdp_replicate **rep) {
     if (!model || !desc || !rep)
-        return fsdpi_rep_null(model, "replicate_create", "model, desc or rep");
+        return fsdp_fail_null(fsdp_model_world(model), "replicate_create", "model, desc or rep");
     fsdp_world *world = fsdp_model_world(model);
     fsdp_replicate_desc d;
     fsdpi_rep_work w;

@@ -62,12 +62,6 @@ static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_par
     return fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, out);
 }
 
-// Reports a NULL argument. m: a model that was passed, or NULL.
-static fsdp_status fsdpi_rep_null(const fsdp_model *m, const char *call, const char *which) {
-    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call,
-                     which);
-}
-
 static void fsdpi_rep_clear(fsdp_replicate *rep) { // for the next backward
     for (int i = 0; i < rep->num_params; i++) rep->params[i].ready = 0;
     for (int k = 0; k < rep->num_buckets; k++) {

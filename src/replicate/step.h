@@ -17,7 +17,7 @@
 
 static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
                                   fsdp_status (*call)(fsdp_unit *unit)) {
-    if (!rep) return fsdpi_rep_null(NULL, name, "rep");
+    if (!rep) return fsdp_fail_null(NULL, name, "rep");
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < rep->num_buckets && !status; k++) status = call(rep->buckets[k].unit);
     return status;
@@ -41,7 +41,7 @@ static fsdp_status fsdpi_rep_keep(fsdp_replicate *rep, fsdp_status status) {
 // Checks that the parameters exist. If `fresh`, also that none of them is ready yet.
 static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, int first,
                                    int count, int fresh) {
-    if (!rep) return fsdpi_rep_null(NULL, call, "rep");
+    if (!rep) return fsdp_fail_null(NULL, call, "rep");
     fsdp_world *world = fsdp_model_world(rep->model);
     if (first < 0 || count < 0 || count > rep->num_params - first)
         return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
@@ -137,7 +137,7 @@ FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int co
 }
 
 FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep) {
-    if (!rep) return fsdpi_rep_null(NULL, "replicate_post_backward", "rep");
+    if (!rep) return fsdp_fail_null(NULL, "replicate_post_backward", "rep");
     fsdp_status status = FSDP_OK;
     while (!status && rep->next < rep->num_buckets) status = fsdpi_rep_reduce(rep);
     if (status) return status;

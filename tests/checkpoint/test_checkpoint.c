@@ -1513,9 +1513,9 @@ static void bad_descs(lab_rank *r) {
     ck_model m;
     ck_make(&m, r, r->w, &base, &adamw_2);
     REFUSED(NULL, fsdp_checkpoint_create(NULL, NULL, &ck),
-            "[E441] checkpoint_create: model or ck is NULL");
+            "[E101] checkpoint_create: model or ck is NULL");
     REFUSED(r->w, fsdp_checkpoint_create(m.model, NULL, NULL),
-            "[E441] checkpoint_create: model or");
+            "[E101] checkpoint_create: model or");
     int32_t *const numbers[] = {&d.keep, &d.keep_every, &d.stall_ms};
     for (int i = 0; i < 3; i++) {
         *numbers[i] = -1;
@@ -1534,9 +1534,9 @@ static void bad_descs(lab_rank *r) {
     REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "fsdp_checkpoint_desc");
     d = zero, d.num_blobs = 1;
     REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck),
-            "[E441] checkpoint_create: desc.blobs is NULL");
+            "[E101] checkpoint_create: desc.blobs is NULL");
     d.num_blobs = -1, d.blobs = m.blobs;
-    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E441]");
+    REFUSED(r->w, fsdp_checkpoint_create(m.model, &d, &ck), "[E101] checkpoint_");
     d.num_blobs = 2;
     m.blobs[0].name = "x";
     for (int i = 0; i < COUNT(names); i++) {
@@ -1574,7 +1574,7 @@ static void bad_calls(lab_rank *r) {
     ck_begin(&m, r, r->w, &base, &adamw_2);
     ck_fill(&m, 1);
     ck_dir(dir, "run");
-    REFUSED(NULL, fsdp_checkpoint_save(NULL, dir, 1), "[E441] checkpoint_save: ck is NULL");
+    REFUSED(NULL, fsdp_checkpoint_save(NULL, dir, 1), "[E101] checkpoint_save: ck is NULL");
     REFUSED(NULL, fsdp_checkpoint_save_async(NULL, dir, 1), "checkpoint_save_async: ck is NULL");
     REFUSED(NULL, fsdp_checkpoint_poll(NULL, &busy), "checkpoint_poll: ck is NULL");
     REFUSED(NULL, fsdp_checkpoint_wait(NULL), "checkpoint_wait: ck is NULL");
@@ -1601,9 +1601,9 @@ static void bad_calls(lab_rank *r) {
     ld.end_canary = 9;
     REFUSED(r->w, fsdp_checkpoint_load(m.ck, dir, &ld), "fsdp_checkpoint_load_desc");
     REFUSED(r->w, fsdp_checkpoint_find(m.ck, NULL, -1, path, 600, &step),
-            "[E441] checkpoint_find: dir, path or step is NULL");
-    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, NULL, 600, &step), "[E441]");
-    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, 600, NULL), "[E441]");
+            "[E101] checkpoint_find: dir, path or step is NULL");
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, NULL, 600, &step), "[E101] checkpoint_");
+    REFUSED(r->w, fsdp_checkpoint_find(m.ck, dir, -1, path, 600, NULL), "[E101] checkpoint_");
     snprintf(path, sizeof path,
              "[E446] checkpoint_find: a path in dir does not fit: pass room for "
              "%d bytes",

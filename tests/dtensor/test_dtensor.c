@@ -1559,8 +1559,8 @@ static void refused_meshes(lab_rank *r) {
     const int64_t live = r->heap->live;
     refuse_mesh(&b, NULL, FSDP_ERR_INVALID_ARG, "[E004] dmesh_create");
     refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG, "[E004] dmesh_create");
-    REFUSED(r->w, fsdp_dmesh_create(b.model, &d, NULL), "[E010] dmesh_create");
-    REFUSED(NULL, fsdp_dmesh_create(NULL, &d, &dm), "[E010] dmesh_create");
+    REFUSED(r->w, fsdp_dmesh_create(b.model, &d, NULL), "[E101] dmesh_create");
+    REFUSED(NULL, fsdp_dmesh_create(NULL, &d, &dm), "[E101] dmesh_create");
     d.mesh = b.mesh;
     d.tp_dim = "tensor";
     refuse_mesh(&b, &d, FSDP_ERR_INVALID_ARG,
@@ -1657,9 +1657,9 @@ static void refused_descs(lab_rank *r) {
     d.name = "mlp in";
     d.from = spec_of(&b, "S0 R", FSDP_SUM, FSDP_F32, 2, shape);
     d.to = spec_of(&b, "R R", FSDP_SUM, FSDP_F32, 2, shape);
-    REFUSED(NULL, fsdp_redistribution_create(NULL, &d, &run), "[E012] redistribution_create");
-    REFUSED(b.w, fsdp_redistribution_create(b.dm, &d, NULL), "[E012]");
-    REFUSED(b.w, fsdp_redistribution_create(b.dm, NULL, &run), "[E012]");
+    REFUSED(NULL, fsdp_redistribution_create(NULL, &d, &run), "[E101] redistribution_create");
+    REFUSED(b.w, fsdp_redistribution_create(b.dm, &d, NULL), "[E101] redistribution_create");
+    REFUSED(b.w, fsdp_redistribution_create(b.dm, NULL, &run), "[E101] redistribution_create");
     x = d, x.end_canary = 1;
     refuse(&b, &x, "fsdp_redistribution_desc");
     x = d, memset(&x.from, 0, sizeof x.from);
@@ -1746,14 +1746,16 @@ static void refused_calls(lab_rank *r) {
     REFUSED(b.w, fsdp_dmesh_alloc(b.dm, 8, NULL), "[E002] dmesh_alloc");
     REFUSED(b.w, fsdp_dmesh_alloc(b.dm, -8, &ptr), "[E002] dmesh_alloc");
     REFUSED(NULL, fsdp_dmesh_alloc(NULL, 8, &ptr), "[E002] dmesh_alloc");
-    REFUSED(NULL, fsdp_redistribution_create_backward(NULL, NULL, &out), "[E013]");
-    REFUSED(b.w, fsdp_redistribution_create_backward(run, NULL, NULL), "[E013]");
+    REFUSED(NULL, fsdp_redistribution_create_backward(NULL, NULL, &out),
+            "[E101] redistribution_create_backward");
+    REFUSED(b.w, fsdp_redistribution_create_backward(run, NULL, NULL),
+            "[E101] redistribution_create_backward");
     REFUSED(NULL, fsdp_redistribution_resize(NULL, 0, 1), "[E014]");
-    REFUSED(NULL, fsdp_redistribution_get(NULL, &info), "[E016]");
-    REFUSED(b.w, fsdp_redistribution_get(run, NULL), "[E016]");
-    REFUSED(NULL, fsdp_redistribute(NULL, x, x), "[E017]");
-    REFUSED(NULL, fsdp_redistribute_begin(NULL, x, x), "[E017]");
-    REFUSED(NULL, fsdp_redistribute_wait(NULL), "[E021]");
+    REFUSED(NULL, fsdp_redistribution_get(NULL, &info), "[E101] redistribution_get");
+    REFUSED(b.w, fsdp_redistribution_get(run, NULL), "[E101] redistribution_get");
+    REFUSED(NULL, fsdp_redistribute(NULL, x, x), "[E101] redistribute");
+    REFUSED(NULL, fsdp_redistribute_begin(NULL, x, x), "[E101] redistribute");
+    REFUSED(NULL, fsdp_redistribute_wait(NULL), "[E101] redistribute_wait");
     REFUSED(b.w, fsdp_redistribute(run, x, NULL),
             "[E018] redistribute: 'mlp in': src is NULL and its part has 4 elements");
     REFUSED(b.w, fsdp_redistribute_begin(run, NULL, x),
@@ -1770,8 +1772,8 @@ static void refused_calls(lab_rank *r) {
 
     s = spec_of(&b, "R", FSDP_SUM, FSDP_F32, 1, shape);
     CHECK_OK(fsdp_spec_init(&other, 2, none, place, FSDP_F32, 1, shape));
-    REFUSED(NULL, fsdp_dtensor_check(NULL, &s, x, "w"), "[E022]");
-    REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, x, NULL), "[E022]");
+    REFUSED(NULL, fsdp_dtensor_check(NULL, &s, x, "w"), "[E101] dtensor_check");
+    REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, x, NULL), "[E101] dtensor_check");
     REFUSED(b.w, fsdp_dtensor_check(b.dm, &other, x, "w"), "[E023] dtensor_check: 'w'");
     REFUSED(b.w, fsdp_dtensor_check(b.dm, &s, NULL, "w"), "[E023]");
     REFUSED(b.w, fsdp_dtensor_check(b.dm, NULL, x, "w"), "[E154] dtensor_check");

@@ -727,7 +727,7 @@ static void refused_units(lab_rank *r) {
     v.ndim = 2, v.shape[0] = 5;
     CALL(w, fsdp_tp_view(b.dm, &v, &out)); /* a view of no unit, though one was refused */
     CHECK_EQ_MEM(&out, &v, sizeof v);
-    const char *all = "[E030] tp_fully_shard: dm, desc or unit is NULL: pass all";
+    const char *all = "[E101] tp_fully_shard: dm, desc or unit is NULL";
     REFUSED(NULL, fsdp_tp_fully_shard(NULL, &d, &unit), all);
     REFUSED(w, fsdp_tp_fully_shard(b.dm, NULL, &unit), all);
     REFUSED(w, fsdp_tp_fully_shard(b.dm, &d, NULL), all);
@@ -904,14 +904,14 @@ static void refused_tensors(lab_rank *r) {
     bed b;
     bed_open(&b, w, 1, 2, FSDP_DTYPE_KEEP);
     fsdp_unit *unit = bed_unit(&b, &p, &rows, 1, 0);
-    const char *view = "[E031] tp_view: dm, local or out is NULL: pass all";
+    const char *view = "[E101] tp_view: dm, local or out is NULL";
     v = lab_view(w, unit, 0);
     REFUSED(NULL, fsdp_tp_view(NULL, &v, &out), view);
     REFUSED(w, fsdp_tp_view(b.dm, NULL, &out), view);
     REFUSED(w, fsdp_tp_view(b.dm, &v, NULL), view);
     float full[12];
-    const char *load = "[E032] tp_param_load: dm or unit is NULL: pass both";
-    const char *gather = "[E032] tp_param_full: dm or unit is NULL: pass both";
+    const char *load = "[E101] tp_param_load: dm or unit is NULL";
+    const char *gather = "[E101] tp_param_full: dm or unit is NULL";
     REFUSED(NULL, fsdp_tp_param_load(NULL, unit, 0, full), load);
     REFUSED(w, fsdp_tp_param_load(b.dm, NULL, 0, full), load);
     REFUSED(NULL, fsdp_tp_param_full(NULL, unit, 0, 0, full), gather);

@@ -1615,28 +1615,28 @@ static void nulls(job *j) {
     int active = 0, index = 0;
     int32_t order[ALL];
     fsdp_unit *unit = NULL;
-    REFUSED(NULL, fsdp_replicate_create(NULL, &d, &rep), "[E951] replicate_create: model");
-    REFUSED(NULL, fsdp_replicate_create(j->m.model, NULL, &rep), "[E951] replicate_create");
-    REFUSED(NULL, fsdp_replicate_create(j->m.model, &d, NULL), "[E951] replicate_create");
-    REFUSED(NULL, fsdp_replicate_pre_forward(none), "[E951] replicate_pre_forward: rep is NULL");
-    REFUSED(NULL, fsdp_replicate_post_forward(none), "[E951] replicate_post_forward: rep is NULL");
-    REFUSED(NULL, fsdp_replicate_ready(none, 0, 1), "[E951] replicate_ready: rep is NULL");
+    REFUSED(NULL, fsdp_replicate_create(NULL, &d, &rep), "[E101] replicate_create: model");
+    REFUSED(NULL, fsdp_replicate_create(j->m.model, NULL, &rep), "[E101] replicate_create");
+    REFUSED(NULL, fsdp_replicate_create(j->m.model, &d, NULL), "[E101] replicate_create");
+    REFUSED(NULL, fsdp_replicate_pre_forward(none), "[E101] replicate_pre_forward: rep is NULL");
+    REFUSED(NULL, fsdp_replicate_post_forward(none), "[E101] replicate_post_forward: rep is NULL");
+    REFUSED(NULL, fsdp_replicate_ready(none, 0, 1), "[E101] replicate_ready: rep is NULL");
     REFUSED(NULL, fsdp_replicate_post_backward(none),
-            "[E951] replicate_post_backward: rep is NULL");
+            "[E101] replicate_post_backward: rep is NULL");
     CHECK(!fsdp_replicate_data(none, 0));
-    REFUSED(NULL, FSDP_ERR_INVALID_ARG, "[E951] replicate_data: rep is NULL");
+    REFUSED(NULL, FSDP_ERR_INVALID_ARG, "[E101] replicate_data: rep is NULL");
     CHECK(!fsdp_replicate_grad(none, 0));
-    REFUSED(NULL, FSDP_ERR_INVALID_ARG, "[E951] replicate_grad: rep is NULL");
+    REFUSED(NULL, FSDP_ERR_INVALID_ARG, "[E101] replicate_grad: rep is NULL");
     REFUSED(NULL, fsdp_replicate_unit(none, 0, &unit, &index),
-            "[E951] replicate_unit: rep is NULL");
+            "[E101] replicate_unit: rep is NULL");
     REFUSED(NULL, fsdp_replicate_order(none, order),
-            "[E951] replicate_order: rep or order is NULL");
-    REFUSED(NULL, fsdp_replicate_order(j->rep, NULL), "[E951] replicate_order");
-    REFUSED(NULL, fsdp_replicate_broadcast(none, 0), "[E951] replicate_broadcast: rep is NULL");
-    REFUSED(NULL, fsdp_replicate_set_hook(none, any_hook, NULL), "[E951] replicate_set_hook: rep");
-    REFUSED(NULL, fsdp_replicate_join(none, 1, 1, &active), "[E951] replicate_join: rep or active");
-    REFUSED(NULL, fsdp_replicate_join(j->rep, 1, 1, NULL), "[E951] replicate_join: rep or active");
-    REFUSED(NULL, fsdp_replicate_shadow(none), "[E951]");
+            "[E101] replicate_order: rep or order is NULL");
+    REFUSED(NULL, fsdp_replicate_order(j->rep, NULL), "[E101] replicate_order");
+    REFUSED(NULL, fsdp_replicate_broadcast(none, 0), "[E101] replicate_broadcast: rep is NULL");
+    REFUSED(NULL, fsdp_replicate_set_hook(none, any_hook, NULL), "[E101] replicate_set_hook: rep");
+    REFUSED(NULL, fsdp_replicate_join(none, 1, 1, &active), "[E101] replicate_join: rep or active");
+    REFUSED(NULL, fsdp_replicate_join(j->rep, 1, 1, NULL), "[E101] replicate_join: rep or active");
+    REFUSED(NULL, fsdp_replicate_shadow(none), "[E101] replicate_");
     CHECK_EQ_INT(fsdp_replicate_num_buckets(none), 0);
     CHECK_EQ_INT(fsdp_replicate_members(none, 0, NULL, NULL), -1);
     step(j, 1);
