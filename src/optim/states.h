@@ -4,8 +4,8 @@
    order, and states lie in table order without padding. If the shards of two neighbours touch,
    their gradients and states touch as well, so one run covers both. Table and states fit the
    model's layout unless `moved` is set.
-   Callers: ema.h (fsdpi_optim_null), muon.h (fsdpi_optim_null), adamw_sgd.h (fsdpi_optim_null) and
-     others.
+   Callers: ema.h (fsdpi_optim_create), muon.h (fsdpi_optim_create), adamw_sgd.h
+     (fsdpi_optim_create) and others.
 
    A part of fsdp_optim.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_OPTIM_H

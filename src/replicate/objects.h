@@ -3,8 +3,7 @@
    State: which gradients of this backward are ready, and which buckets are being reduced. Units
    have all other state. Invariants: buckets are reduced in the order of their index; a call in a
    wrong order changes nothing.
-   Callers: step.h (fsdpi_rep_null), create.h (fsdpi_rep_null), unused.h (fsdpi_rep_view) and
-     others.
+   Callers: step.h (fsdpi_rep_view), unused.h (fsdpi_rep_view) and others.
 
    A part of fsdp_replicate.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_REPLICATE_H
