@@ -587,29 +587,22 @@ static void do_prefetch(replay *r, unit *u, int forward) {
 
 /* Sets METHOD of one unit. Returns 0 if there is no such setter. */
 static int set_one(replay *r, unit *u, double value) {
-    const char *method = r->call;
-    int on = (int)value;
-    if (!strcmp(method, "set_requires_gradient_sync")) {
-        u->sync = u->all_reduce = on;
-        if (u->unit) DO(r, fsdp_set_requires_gradient_sync(r->model, u->unit, on));
-    } else if (!strcmp(method, "set_requires_all_reduce")) {
-        u->all_reduce = on;
-        if (u->unit) DO(r, fsdp_set_requires_all_reduce(r->model, u->unit, on));
-    } else if (!strcmp(method, "set_reduce_scatter_unused_params")) {
-        u->reduce_unused = on;
-        if (u->unit) DO(r, fsdp_set_reduce_scatter_unused_params(r->model, u->unit, on));
-    } else if (!strcmp(method, "set_reshard_after_forward")) {
-        int mode = on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
-        if (u->unit) DO(r, fsdp_set_reshard_after_forward(r->model, u->unit, mode));
-    } else if (!strcmp(method, "set_reshard_after_backward")) {
-        if (u->unit) DO(r, fsdp_set_reshard_after_backward(r->model, u->unit, on));
-    } else if (!strcmp(method, "set_unshard_in_backward")) {
-        if (u->unit) DO(r, fsdp_set_unshard_in_backward(r->model, u->unit, on));
-    } else if (!strcmp(method, "set_gradient_divide_factor")) {
+    const int on = (int)value;
+    if (!strcmp(r->call, "set_gradient_divide_factor")) {
         u->divide = value;
         if (u->unit) DO(r, fsdp_set_gradient_divide_factor(r->model, u->unit, value));
-    } else return 0;
-    return 1;
+        return 1;
+    }
+    for (int k = 0; k < LAB_SETTERS; k++) {
+        if (strcmp(r->call, lab_setters[k].name) != 0) continue;
+        if (k == LAB_SYNC) u->sync = on;
+        if (k == LAB_SYNC || k == LAB_ALL_REDUCE) u->all_reduce = on;
+        if (k == LAB_UNUSED) u->reduce_unused = on;
+        const int raf = on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
+        if (u->unit) DO(r, lab_setters[k].set(r->model, u->unit, k == LAB_RAF ? raf : on));
+        return 1;
+    }
+    return 0;
 }
 
 /* `METHOD U RECURSE VALUE` */

@@ -12,7 +12,7 @@
    ranks. */
 enum { THREADS_MAX = 16, PLAYED_MAX = 512 };
 
-/* ---- a backend without other ranks, whose groups are noted ------------------------------------------------------- */
+/* ---- a backend without other ranks, whose groups are noted ----------------------------------- */
 
 typedef struct split {
     int color, index, size, lane;
