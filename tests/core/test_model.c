@@ -14,6 +14,7 @@
 #include <math.h> /* HUGE_VAL */
 #include "lab.h"
 #include "sim.h"
+#include "transitions.h"
 
 enum { MAX_UNITS = 5, MAX_PARAMS = 4, MAX_LIST = 3, MAX_CLASSES = 64, MAX_COLLS = 64 };
 enum { MAX_ORDER = 64 * MAX_UNITS }; /* the order of forwards is bounded */
@@ -126,31 +127,6 @@ static void random_net(uint64_t *seed, net *n, int mode) {
 }
 
 /* ---- the model ------------------------------------------------------------------------------- */
-
-/* The next training state of a unit after each call: '.' the call is impossible, '=' the state
-   stays. Four groups of four columns, one per state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD.
-   In a group: outside backward without and with a forward that waits for its backward, then
-   inside backward without and with one. */
-static const char *const cells[FSDP_CALL_COUNT] = {
-    [FSDP_CALL_PRE_FORWARD] = "FF.FFF....==...F",
-    [FSDP_CALL_POST_FORWARD] = "....IIII..==....",
-    [FSDP_CALL_PRE_BACKWARD] = ".P.P......==.P.P",
-    [FSDP_CALL_POST_BACKWARD] = "..........BB....",
-    [FSDP_CALL_UNSHARD] = "================",
-    [FSDP_CALL_WAIT] = "================",
-    [FSDP_CALL_RESHARD] = "====........====",
-    [FSDP_CALL_FINALIZE] = "IIII....IIIIIIII",
-    [FSDP_CALL_DATA] = "================",
-    [FSDP_CALL_GRAD] = "..........==....",
-    [FSDP_CALL_PARAMS_CHANGED] = "==..............",
-    [FSDP_CALL_LOAD] = "==..............",
-    [FSDP_CALL_FULL] = "==..............",
-    [FSDP_CALL_ZERO_GRAD] = "==..............",
-    [FSDP_CALL_CLIP] = "==..............",
-    [FSDP_CALL_REQUIRES_GRAD] = "==..............",
-    [FSDP_CALL_SET] = "====........====",
-    [FSDP_CALL_RESET] = "IIIIIIIIIIIIIIII",
-};
 
 typedef struct {
     int state, storage, stale, due;
@@ -571,7 +547,7 @@ static void reduce(model *m, int i, int fresh) {
 
 static char cell_of(const model *m, int i, int call) {
     const unit_model *u = &m->units[i];
-    return cells[call][4 * u->state + 2 * m->backward + (u->due > 0)];
+    return documented[call].cells[4 * u->state + 2 * m->backward + (u->due > 0)];
 }
 
 /* Returns 1 if the call is possible: for unit i, or for all units if i < 0. Some calls require
@@ -629,7 +605,7 @@ static void call_hook(model *m, int i, int call) {
         reshard_backward(m, i);
         reduce(m, i, 1);
     }
-    if (next != '=') u->state = (int)(strchr("IFPB", next) - "IFPB");
+    if (next != '=') u->state = (int)(strchr(state_letters, next) - state_letters);
 }
 
 static void finalize(model *m) {

@@ -1,6 +1,6 @@
 /* test_table.c - when each call is possible, what it does, and which arguments are refused
    Every cell of the transition table is tried, and compared with a small model of units that knows nothing
-   of the library's own table. test_model.c makes random calls.
+   of the library's own table, but that of transitions.h. test_model.c makes random calls.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -16,40 +16,10 @@ static int is_broken; /* a test has broken a rule, and expects that a check find
 #include "library.c"
 #include "lab.h"
 #include "sim.h"
+#include "transitions.h"
 
-/* ---- the table as the documents have it ------------------------------------------------------ */
+/* ---- names and texts of states ---------------------------------------------------------------- */
 
-/* One group of cells for each training state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. Cells of
-   a group: f0 and f+ outside the model's backward, b0 and b+ in it; + means that a forward of the
-   unit is due. '.': impossible; '=': the state stays; I F P B: the next state. */
-/* clang-format off */
-static const struct {
-    const char *name, *cells;
-} documented[FSDP_CALL_COUNT] = {
-    /*                    IDLE    FORWARD PRE     POST
-                          f0f+b0b+                       */
-    {"pre_forward",       "FF.F" "FF.." "..==" "...F"},
-    {"post_forward",      "...." "IIII" "..==" "...."},
-    {"pre_backward",      ".P.P" "...." "..==" ".P.P"},
-    {"post_backward",     "...." "...." "..BB" "...."},
-    {"unshard",           "====" "====" "====" "===="},
-    {"wait",              "====" "====" "====" "===="},
-    {"reshard",           "====" "...." "...." "===="},
-    {"finalize_backward", "IIII" "...." "IIII" "IIII"},
-    {"data",              "====" "====" "====" "===="}, /* and only while UNSHARDED */
-    {"grad",              "...." "...." "..==" "...."},
-    {"params_changed",    "==.." "...." "...." "...."},
-    {"param_load",        "==.." "...." "...." "...."},
-    {"param_full",        "==.." "...." "...." "...."},
-    {"zero_grad",         "==.." "...." "...." "...."},
-    {"clip_grad_norm",    "==.." "...." "...." "...."},
-    {"set_requires_grad", "==.." "...." "...." "...."},
-    {"set_...",           "====" "...." "...." "===="},
-    {"model_reset",       "IIII" "IIII" "IIII" "IIII"},
-    {"extension",         "====" "====" "====" "===="},
-};
-/* clang-format on */
-static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
 static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                             "SHARDED_POST_FORWARD"};
