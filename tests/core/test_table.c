@@ -1,6 +1,6 @@
 /* test_table.c - when each call is possible, what it does, and which arguments are refused
-   Every cell of the transition table is tried, and compared with a small model of units that knows nothing
-   of the library's own table, but that of transitions.h. test_model.c makes random calls.
+   Every cell of the transition table is tried, and compared with a small model of units, which follows
+   transitions.h and not the library's own table. test_model.c makes random calls.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
