@@ -380,7 +380,7 @@ static void hooks_end(fs_run *x, int it) {
 /* PyTorch: test_fully_shard_autograd.py test_post_acc_grad_hook_runs,
    test_post_acc_grad_hook_optim_parity. Done: once per reduction, not for a parameter without a
    gradient. SGD (PyTorch: AdamW with a schedule). */
-TEST(hooks, optimizer_in_backward) {
+TEST(hooks, optimizer_in_backward, GLOO | NCCL | AT_NIGHT(TSAN)) {
     static const int ranks[][2] = {{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 1}, {2, 2}};
     static fs_net net;
     mlps(&net, 7);
