@@ -2518,49 +2518,40 @@ TEST(extension, no_memory_at_any_allocation) {
 
 /* Replicas differ in one element after the first MiB of a parameter that the host cannot read:
    the library compares all pieces. */
-static char said_of_replicas[2][1 << 12];
+static char said_of_replicas[1 << 12];
 static void hear_replicas(int level, fsdp_status code, int rank, const char *text, void *user) {
-    (void)level, (void)code, (void)user;
-    snprintf(said_of_replicas[rank], sizeof said_of_replicas[rank], "%.4000s", text);
+    (void)level, (void)code, (void)rank, (void)user;
+    snprintf(said_of_replicas, sizeof said_of_replicas, "%.4000s", text);
 }
-static void differs_in_a_later_piece(int rank, int size, void *arg) {
+static void differs_in_a_later_piece(lab_rank *r) {
     enum { NUMEL = 1024 * 512 };
     const fsdp_param_desc p = fsdp_mat("w", 1024, 512);
-    static fsdp_device_ops hidden[2];
-    fsdp_world_desc wd = FSDP_ZERO;
+    const int32_t size = r->size;
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc like = FSDP_ZERO;
-    fsdp_mesh_desc mesh_desc = FSDP_ZERO;
     fsdp_mesh_info info;
-    fsdp_mesh *mesh;
-    fsdp_world *w;
-    (void)arg;
-    hidden[rank] = *fsdpi_host_ops();
-    hidden[rank].flags &= ~(uint32_t)FSDP_DEVICE_HOST;
-    wd.rank = rank, wd.world_size = size, wd.job = "later_piece", wd.device_ops = &hidden[rank];
-    wd.logger.log = hear_replicas;
-    CHECK_OK(fsdp_init(&wd, &w));
-    mesh_desc.ndim = 1, mesh_desc.shape[0] = size, mesh_desc.names[0] = "replicas";
-    CALL(w, fsdp_mesh_create(w, &mesh_desc, &mesh));
-    CALL(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
+    const fsdp_mesh *mesh = lab_mesh(r->w, 1, &size, NULL, NULL);
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
     md.mesh_info = &info;
-    like.name = "u";
-    fsdp_model *m = lab_model(w, &md);
-    fsdp_unit *u = lab_unit(w, m, &like, &p, 1);
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
     float *full = (float *)lab_zeros(NUMEL, sizeof *full);
-    full[NUMEL - 100000] = (float)rank;
-    CALL(w, fsdp_param_load(u, 0, full));
+    full[NUMEL - 100000] = (float)r->rank;
+    CALL(r->w, fsdp_param_load(u, 0, full));
     free(full);
-    lab_forward(w, u);
-    CALL(w, fsdp_pre_backward(u));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
     (void)fsdp_grad(u, 0);
-    CALL(w, fsdp_post_backward(u));
-    CALL(w, fsdp_finalize_backward(m));
-    CHECK_MSG(strstr(said_of_replicas[rank], "[E219]"), "%s", said_of_replicas[rank]);
-    CALL(w, fsdp_shutdown(w));
+    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CHECK_MSG(strstr(said_of_replicas, "[E219]"), "%s", said_of_replicas);
 }
 TEST(extension, replicas_differ_in_a_later_piece) {
-    h_ranks_proc(2, differs_in_a_later_piece, NULL);
+    fsdp_device_ops hidden = *fsdpi_host_ops();
+    lab_how how = FSDP_ZERO;
+    hidden.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
+    how.processes = 1, how.device_ops = &hidden;
+    w_log = hear_replicas;
+    lab_run(2, &how, differs_in_a_later_piece, NULL);
 }
 
 /* ---- names of version 0.1 -------------------------------------------------------------------- */
