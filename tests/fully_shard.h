@@ -78,6 +78,7 @@ typedef struct fs_conf {
     int ac_blocks;     /* of ac: units without a block are not recomputed */
     int sgd;           /* also where all parameters are f32, which Adam trains else */
     int reduce_unused; /* fsdp_set_reduce_scatter_unused_params */
+    int in_backward;   /* hooks that `build` sets update the parameters, by fs_update_shard */
     int keep_grads;    /* zero_grad in every second iteration only */
     int zero_in_place; /* as PyTorch's tests: in every second iteration zeros are written instead */
     int thaw;          /* from this iteration on nothing is frozen; 0: never */
@@ -1049,18 +1050,20 @@ FS_FN void fs_make_optim(fs_run *x) {
     d.weight_decay = 0;
     if (x->adam) CALL(x->world, fsdp_adamw_create(x->model, &d, &x->adamw));
 }
+FS_FN void fs_update_shard(const fs_run *x, const fsdp_param_view *v) {
+    for (int64_t k = 0; v->shard_grad && k < v->numel; k++) {
+        double p = lab_get(v->shard, v->dtype, k), g = lab_get(v->shard_grad, v->grad_dtype, k);
+        lab_put(v->shard, v->dtype, k, lab_round(v->dtype, fs_sgd(x->lr, p, g)));
+    }
+}
 FS_FN void fs_update(fs_run *x) {
-    double lr = x->lr;
     fsdp_param_view v = FSDP_ZERO;
     if (x->adam) {
-        CALL(x->world, fsdp_adamw_step(x->adamw, lr));
+        CALL(x->world, fsdp_adamw_step(x->adamw, x->lr));
         return;
     }
-    while (fsdp_next_param(x->model, &v))
-        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double p = lab_get(v.shard, v.dtype, k), g = lab_get(v.shard_grad, v.grad_dtype, k);
-            lab_put(v.shard, v.dtype, k, lab_round(v.dtype, fs_sgd(lr, p, g)));
-        }
+    if (x->c->in_backward) return;
+    while (fsdp_next_param(x->model, &v)) fs_update_shard(x, &v);
     CALL(x->world, fsdp_params_changed(x->model));
 }
 

@@ -566,6 +566,19 @@ H_FN void lab_backward(fsdp_world *w, fsdp_unit *unit) {
     CALL(w, fsdp_post_backward(unit));
 }
 
+/* The setters of one number: of a unit, or (NULL) of all units. */
+static const struct {
+    const char *name;
+    fsdp_status (*set)(fsdp_model *m, fsdp_unit *u, int value);
+} lab_setters[] __attribute__((unused)) = {
+    {"set_requires_gradient_sync", fsdp_set_requires_gradient_sync},
+    {"set_requires_all_reduce", fsdp_set_requires_all_reduce},
+    {"set_reshard_after_forward", fsdp_set_reshard_after_forward},
+    {"set_reshard_after_backward", fsdp_set_reshard_after_backward},
+    {"set_unshard_in_backward", fsdp_set_unshard_in_backward},
+    {"set_reduce_scatter_unused_params", fsdp_set_reduce_scatter_unused_params}};
+enum { LAB_SYNC, LAB_ALL_REDUCE, LAB_RAF, LAB_RAB, LAB_UNSHARD, LAB_UNUSED, LAB_SETTERS };
+
 /* ---- the ops that a model emits -------------------------------------------------------------- */
 
 typedef struct lab_log {

@@ -37,9 +37,9 @@ gpus=${FSDP_GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
 # many it has.
 tests_of() {
     case $1 in
-    test_replicate) echo 102 ;; test_plan) echo 63 ;; test_fully_shard_init) echo 55 ;;
-    test_fully_shard_training) echo 48 ;; test_fully_shard_comm) echo 39 ;;
-    test_features) echo 6 ;; test_edges) echo 33 ;; *) echo 16 ;;
+    test_replicate) echo 102 ;; test_plan) echo 63 ;; test_fully_shard_init) echo 35 ;;
+    test_fully_shard_training) echo 49 ;; test_fully_shard_comm) echo 39 ;;
+    test_features) echo 5 ;; test_edges) echo 34 ;; *) echo 16 ;;
     esac
 }
 

@@ -733,7 +733,7 @@ TEST(state_dict, dp_tp_state_dict_save_load) { tp_dicts(&dp_tp, tp_dims, 5); }
 TEST(state_dict, hsdp_tp_state_dict_save_load) { tp_dicts(&hsdp_tp, tp_dims, 5); }
 /* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: through files:
    one rank loads as whole tensors what 2x4 ranks saved, and the reverse. The rest:
-   fully_shard_state_dict.2d_correctness. */
+   fully_shard_dtensor.sharded_by_tp_then_fsdp. */
 TEST(state_dict, 2d_state_dict_correctness) { tp_dicts(&dp_tp, tp_dims + 1, 1); }
 /* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: through files:
    one rank loads as whole tensors what 4 ranks with offload saved, and the reverse. */

@@ -20,6 +20,15 @@ static void rig_open(rig *x, fsdp_world *w, const fsdp_model_desc *md,
 }
 
 static void forward(rig *x) { lab_forward(x->w, x->u); }
+/* A step without the gradients, which the caller writes between these. */
+static void begin_step(rig *x) {
+    forward(x);
+    CALL(x->w, fsdp_pre_backward(x->u));
+}
+static void end_step(rig *x) {
+    CALL(x->w, fsdp_post_backward(x->u));
+    CALL(x->w, fsdp_finalize_backward(x->m));
+}
 
 static int two_replicas = 2;
 
@@ -36,13 +45,11 @@ static void large_factor(lab_rank *r) {
     for (int step = 0; step < 3; step++) {
         double factor = step == 1 ? 67108864.0 : 2;
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         float value = step == 1 ? 32768 : 1;
         for (int i = 0; i < 8; i++)
             lab_put(fsdp_grad(x.u, 0), FSDP_F16, i, r->rank ? 0 : (double)value);
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
+        end_step(&x);
         CHECK(lab_view(x.w, x.u, 1).shard_grad == NULL);
         fsdp_param_view v = lab_view(x.w, x.u, 0);
         CHECK(v.shard_grad != NULL);
@@ -66,13 +73,11 @@ static void many_parameters(lab_rank *r) {
             for (int i = 0; i < MANY; i++) p[i] = fsdp_vec(NULL, 2), p[i].frozen = i % 7 == 0;
             rig_open(&x, r->w, NULL, p, MANY);
             CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, unused));
-            forward(&x);
-            CALL(x.w, fsdp_pre_backward(x.u));
+            begin_step(&x);
             for (int i = 0; i < MANY; i++)
                 if ((i + unused * r->rank) % stride == 0 && !p[i].frozen)
                     CHECK(fsdp_grad(x.u, i) != NULL);
-            CALL(x.w, fsdp_post_backward(x.u));
-            CALL(x.w, fsdp_finalize_backward(x.m));
+            end_step(&x);
             for (int i = 0; i < MANY; i++)
                 CHECK_MSG((lab_view(x.w, x.u, i).shard_grad != NULL) ==
                               (!p[i].frozen && (unused || i % stride == 0)),
@@ -86,8 +91,7 @@ static void reset_in_backward(lab_rank *r) {
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
     for (int step = 0; step < 3; step++) {
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         float *grad = (float *)fsdp_grad(x.u, 0);
         for (int i = 0; i < 8; i++) CHECK(lab_same((double)grad[i], 0));
         for (int i = 0; i < 8; i++) grad[i] += 5;
@@ -141,8 +145,7 @@ static void used_differently(lab_rank *r) {
     rig x;
     md.mesh = mesh;
     rig_open(&x, r->w, &md, p, 2);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     CHECK(fsdp_grad(x.u, 0) != NULL);
     if (fsdp_mesh_rank(mesh, 0) == 0) CHECK(fsdp_grad(x.u, 1) != NULL);
     (void)fsdp_post_backward(x.u);
@@ -220,23 +223,6 @@ TEST(edges, host_data_during_gathers) {
 
 /* ---- refusals, failures, resets -------------------------------------------------------------- */
 
-/* A trainer that checks only finalize gets the failure of a refused setter, once. */
-static void refused_setter(lab_rank *r) {
-    fsdp_param_desc p = fsdp_vec("a", 8);
-    rig x;
-    rig_open(&x, r->w, NULL, &p, 1);
-    CALL(x.w, fsdp_pre_forward(x.u));
-    CHECK_STATUS(fsdp_set_requires_gradient_sync(x.m, NULL, 1), FSDP_ERR_INVALID_STATE);
-    CALL(x.w, fsdp_post_forward(x.u));
-    lab_backward(x.w, x.u);
-    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
-    CHECK(strstr(fsdp_last_error(x.w), "unit0"));
-    forward(&x);
-    lab_backward(x.w, x.u);
-    CALL(x.w, fsdp_finalize_backward(x.m));
-}
-TEST(edges, refused_setter_fails_again) { lab_run(2, NULL, refused_setter, NULL); }
-
 static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                          const fsdp_coll *coll) {
     (void)user, (void)ops, (void)comm, (void)coll;
@@ -265,11 +251,9 @@ static void reset_without_a_layout(lab_rank *r) {
     fsdp_param_view v;
     rig x;
     rig_open(&x, r->w, NULL, p, 2);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     for (int i = 0; i < 2; i++) ((float *)fsdp_grad(x.u, i))[0] += 1;
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
+    end_step(&x);
     forward(&x); /* its backward never comes */
     CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
     CALL(x.w, fsdp_model_reset(x.m));
@@ -286,11 +270,9 @@ static void freezing_drops_the_gradient(lab_rank *r) {
         fsdp_param_view v;
         rig x;
         rig_open(&x, r->w, NULL, &p, 1);
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         ((float *)fsdp_grad(x.u, 0))[0] += 1;
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
+        end_step(&x);
         CALL(x.w, fsdp_set_requires_grad(x.u, 0, 0));
         if (commits) CALL(x.w, fsdp_model_commit(x.m));
         CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
@@ -310,11 +292,9 @@ static void nan_norm(lab_rank *r) {
     uint32_t bits = 0x7FC00000u;
     rig x;
     rig_open(&x, r->w, NULL, p, 2);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     memcpy(fsdp_grad(x.u, 0), &bits, sizeof bits);
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
+    end_step(&x);
     CALL(x.w, fsdp_clip_grad_norm(x.m, 1, &norm));
     CHECK_EQ_INT(h_non_finite(norm), 2);
     CALL(x.w, fsdp_model_flat(x.m, FSDP_F32, &flat));
@@ -339,13 +319,11 @@ static void nonfinite_norm(lab_rank *r) {
         const int is_nan = n % 2, at = n * 800;
         fsdp_clip_desc d = FSDP_ZERO;
         double norm = 0;
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         float *grad = (float *)fsdp_grad(x.u, 0);
         for (int k = 0; k < NUMEL; k++) grad[k] += 2;
         if (r->rank == 0) grad[at] = (float)(is_nan ? LAB_NAN : LAB_INF);
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
+        end_step(&x);
         d.norm_type = n / 2 == 4 ? LAB_INF : powers[n / 2];
         for (int way = 0; way < 3; way++) { /* refused, measured, scaled */
             d.max_norm = way == 1 ? LAB_INF : 1, d.error_if_nonfinite = way == 0;
@@ -380,8 +358,7 @@ static void kept_pointers(lab_rank *r) {
     CALL(x.w, fsdp_post_forward(x.u));
     CALL(x.w, fsdp_pre_backward(x.u));
     for (int i = 0; i < 3; i++) kept[1][i] = (const unsigned char *)fsdp_grad(x.u, i);
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
+    end_step(&x);
     CALL(x.w, fsdp_wait_stream(x.m, -1));
     for (int k = 0; k < (r->size > 1 ? 2 : 1); k++) /* one rank writes its shard gradients */
         for (int i = 0; i < 3; i++)
@@ -419,28 +396,6 @@ TEST(edges, memory_of_a_unit) {
     for (int size = 1; size < 3; size++) lab_run(size, NULL, unit_memory, NULL);
 }
 
-/* Sums over the shard group that wait for their all-reduce are gradients: freezing is refused. */
-static void freezes_with_sums(lab_rank *r) {
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
-    rig x;
-    md.mesh = lab_hsdp(r->w, 2, 2);
-    rig_open(&x, r->w, &md, p, 2);
-    for (int all = 0; all < 2; all++) {
-        CALL(x.w, fsdp_set_requires_all_reduce(x.m, NULL, all));
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
-        for (int i = 0; i < 2; i++) CHECK(fsdp_grad(x.u, i) != NULL);
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
-        if (all) break;
-        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 1, 0), "not reduced");
-        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m), "not reduced");
-    }
-    CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
-}
-TEST(edges, no_freeze_while_sums_wait) { lab_run(4, NULL, freezes_with_sums, NULL); }
-
 /* f16: gradients that wait for their reduction have been divided; a new factor must not divide
    them by another power of two. */
 static void factor_in_between(lab_rank *r) {
@@ -453,11 +408,9 @@ static void factor_in_between(lab_rank *r) {
     for (int micro = 0; micro < 2; micro++) {
         CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, micro));
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, micro ? 64 : 4));
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         for (int i = 0; i < 8; i++) ((float *)fsdp_grad(x.u, 0))[i] += 32;
-        CALL(x.w, fsdp_post_backward(x.u));
-        CALL(x.w, fsdp_finalize_backward(x.m));
+        end_step(&x);
     }
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     for (int64_t k = 0; k < v.numel; k++)
@@ -477,8 +430,7 @@ static void waits_for_finalize(lab_rank *r) {
     rig_open(&x, r->w, NULL, &p, 1);
     lab_watch(&log, x.w, x.m);
     CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, 0));
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     for (int i = 0; i < 8; i++) ((float *)fsdp_grad(x.u, 0))[i] += 3;
     CALL(x.w, fsdp_post_backward(x.u));
     for (int sync = 0; sync < 2; sync++) {
@@ -516,8 +468,7 @@ static void factors_differ(lab_rank *r) {
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
     CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, r->rank ? 3 : 2));
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     CHECK(fsdp_grad(x.u, 0) != NULL);
     (void)fsdp_post_backward(x.u);
     CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
@@ -552,8 +503,7 @@ static void gradient_of_views(lab_rank *r) {
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
     for (int step = 0; step < 3; step++) { /* step 2 keeps the gradients of step 1 */
-        forward(&x);
-        CALL(x.w, fsdp_pre_backward(x.u));
+        begin_step(&x);
         float *g = (float *)fsdp_grad(x.u, 0);
         CHECK(g != NULL);
         g[0] += 1;
@@ -588,8 +538,7 @@ static void two_backwards(lab_rank *r) {
             float *g = (float *)fsdp_grad(x.u, 0);
             CHECK(g && fsdp_data(x.u, 0));
             for (int i = 0; i < 24; i++) g[i] += (float)n;
-            CALL(x.w, fsdp_post_backward(x.u));
-            CALL(x.w, fsdp_finalize_backward(x.m));
+            end_step(&x);
             CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
             for (int64_t k = 0; k < v.numel; k++)
                 CHECK((double)((const float *)v.shard_grad)[k] == n * (n + 1) / 2.0);
@@ -602,85 +551,6 @@ static void two_backwards(lab_rank *r) {
 TEST(edges, two_backwards_over_one_forward) {
     for (int world = 1; world < 4; world++) lab_run(world, NULL, two_backwards, NULL);
 }
-
-/* A wrong call returns its status each time, and is logged once in a step. */
-static int logged;
-static void count_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
-    (void)level, (void)rank, (void)text, (void)user;
-    logged += code == FSDP_ERR_INVALID_STATE;
-}
-TEST(edges, wrong_calls_are_logged_once_in_a_step) {
-    fsdp_world_desc d = w_desc(0, 1, NULL, "once", 0);
-    fsdp_param_desc p = fsdp_mat("w", 6, 4);
-    fsdp_world *w;
-    rig x;
-    d.logger.log = count_lines;
-    CHECK_OK(fsdp_init(&d, &w));
-    rig_open(&x, w, NULL, &p, 1);
-    for (int step = 1; step < 4; step++) {
-        for (int n = 0; n < 5; n++) {
-            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_forward(x.u), "fsdp_pre_forward first");
-            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_backward(x.u), "post_backward: unit");
-        }
-        CHECK_EQ_INT(logged, 2 * step);
-        if (step < 2) CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
-        else CHECK_OK(fsdp_model_reset(x.m));
-    }
-    CHECK_OK(fsdp_shutdown(w));
-}
-
-/* A trainer that checks only finalize: each wrong call of a getter returns memory that it can
-   use, and finalize returns the first failure. */
-static void uses_what_getters_give(lab_rank *r) {
-    fsdp_param_desc p[2] = {fsdp_mat("w", 40, 4), fsdp_vec("b", 5)};
-    const struct {
-        int index, dtype;
-        fsdp_status status;
-        const char *word;
-    } wrong[] = {{0, 0, FSDP_ERR_INVALID_STATE, "[E206]"},
-                 {2, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
-                 {-1, 0, FSDP_ERR_INVALID_ARG, "[E170]"},
-                 {1, FSDP_BF16, FSDP_ERR_INVALID_ARG, "[E230]"}};
-    rig x;
-    rig_open(&x, r->w, NULL, p, 2);
-    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
-        for (int grad = 0; grad < 2; grad++) {
-            void *(*const get)(fsdp_unit *, int, fsdp_dtype) = grad ? fsdp_grad_as : fsdp_data_as;
-            if (wrong[i].status == FSDP_ERR_INVALID_ARG) {
-                CALL(x.w, fsdp_pre_forward(x.u));
-                CALL(x.w, fsdp_post_forward(x.u));
-                CALL(x.w, fsdp_pre_backward(x.u));
-            }
-            float *got = (float *)(wrong[i].dtype ? get(x.u, wrong[i].index, wrong[i].dtype)
-                                   : grad         ? fsdp_grad(x.u, wrong[i].index)
-                                                  : fsdp_data(x.u, wrong[i].index));
-            CHECK(lab_undefined(x.m, got));
-            for (int k = 0; k < 40 * 4; k++) got[k] += 1; /* room for the largest parameter */
-            REFUSED_AS(wrong[i].status, x.w, fsdp_finalize_backward(x.m), wrong[i].word);
-            CALL(x.w, fsdp_finalize_backward(x.m)); /* once */
-        }
-    CHECK(!fsdp_data(NULL, 0) && !fsdp_grad(NULL, 0));
-}
-TEST(edges, failed_getters_give_memory) { lab_run(2, NULL, uses_what_getters_give, NULL); }
-
-/* The loop of the manual, without finalize between microbatches. */
-static void forgets_finalize(lab_rank *r) {
-    fsdp_param_desc p = fsdp_vec("w", 8);
-    rig x;
-    rig_open(&x, r->w, NULL, &p, 1);
-    for (int micro = 0; micro < 3; micro++) {
-        float sum = 0;
-        (void)fsdp_pre_forward(x.u);
-        for (int k = 0; k < 8; k++) sum += ((const float *)fsdp_data(x.u, 0))[k];
-        (void)fsdp_post_forward(x.u);
-        (void)fsdp_pre_backward(x.u);
-        for (int k = 0; k < 8; k++) ((float *)fsdp_grad(x.u, 0))[k] += sum;
-        (void)fsdp_post_backward(x.u);
-    }
-    REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_finalize_backward(x.m),
-               "pre_forward: unit 'unit0'");
-}
-TEST(edges, forgotten_finalize) { lab_run(2, NULL, forgets_finalize, NULL); }
 
 /* The memory of failed getters has room for the largest parameter, also after a cast. */
 TEST(edges, failed_getters_after_a_cast) {
@@ -776,19 +646,16 @@ static void checked_getters(lab_rank *r) {
     rig x;
     p.dtype = FSDP_BF16; /* gathered and reduced in bf16, too */
     rig_open(&x, r->w, NULL, &p, 1);
-    forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
+    begin_step(&x);
     memset(fsdp_grad_as(x.u, 0, FSDP_BF16), 0, CHECKED * 2);
-    CALL(x.w, fsdp_post_backward(x.u));
-    CALL(x.w, fsdp_finalize_backward(x.m));
+    end_step(&x);
     v = lab_view(x.w, x.u, 0);
     CHECK(v.dtype == FSDP_BF16 && v.grad_dtype == FSDP_BF16 && v.shard_grad);
     for (int which = 0; which < 5; which++)
         for (int f32 = 0; f32 < 2; f32++) {
             const fsdp_dtype asked = f32 ? FSDP_F32 : FSDP_F64;
             char text[256];
-            forward(&x);
-            CALL(x.w, fsdp_pre_backward(x.u));
+            begin_step(&x);
             void *const right[] = {fsdp_data(x.u, 0), fsdp_grad(x.u, 0), v.data, v.shard,
                                    v.shard_grad};
             CHECK(getter(&x, &v, which, 0, FSDP_BF16) == right[which]);

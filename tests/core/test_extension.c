@@ -174,12 +174,16 @@ static fsdp_op op_of(const bed *b, fsdp_unit *unit, int kind, int stream) {
     if (!unit) op.what = "x";
     return op;
 }
-/* Emits a marker: a unit acquires, has written or releases this buffer. */
-static fsdp_status emit_marker(const bed *b, fsdp_unit *unit, int kind, fsdp_buf *buf) {
+/* Emits a marker: a unit acquires, has written or releases this buffer. planned: as a plan does. */
+static fsdp_status emit_marker_by(const bed *b, fsdp_unit *unit, int kind, fsdp_buf *buf,
+                                  int planned) {
     const int is_end = kind == FSDP_OP_RELEASE;
     fsdp_op op = op_of(b, unit, kind, is_end ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
     *(is_end ? &op.src : &op.dst) = buf;
-    return fsdp_emit(b->model, &op);
+    return planned ? fsdpi_plan_emit(b->model, &op, 1) : fsdp_emit(b->model, &op);
+}
+static fsdp_status emit_marker(const bed *b, fsdp_unit *unit, int kind, fsdp_buf *buf) {
+    return emit_marker_by(b, unit, kind, buf, 0);
 }
 static fsdp_buf *make_buf(const bed *b, int64_t bytes) {
     fsdp_buf *buf;
@@ -651,17 +655,15 @@ TEST(extension, slot_in_use) {
 
 /* ---- a dry run of a step, and its replay ----------------------------------------------------- */
 
-enum { TAPE = 400, STATES = 64, PARTS = 24, PART = 1 << 26 };
+enum { TAPE = 400, PARTS = 24, PART = 1 << 26 };
 
-/* A recorded step: its ops in order, and each unit's state after each of its calls. The slots of
-   a dry run are views of addresses without memory. */
+/* A recorded step: its ops in order. The slots of a dry run are views of addresses without
+   memory. */
 typedef struct {
     fsdp_model *model;
     fsdp_unit *const *units;
     fsdp_op ops[TAPE];
-    int num_ops, take, record, begin[STATES], num_calls;
-    const fsdp_unit *of[STATES];
-    fsdpi_plan_saved states[STATES];
+    int num_ops, take, record, num_calls;
     fsdp_buf *parts[PARTS];
     int asked, given_back, refuse; /* slots; the request that is refused, from 1 on */
 } tape;
@@ -710,28 +712,20 @@ static void tape_close(tape *t) {
     }
 }
 
-static void tape_call(tape *t, fsdp_unit *u, fsdp_status (*call)(fsdp_unit *unit)) {
-    t->begin[t->num_calls] = t->num_ops;
-    CHECK_OK(call(u));
-    fsdpi_plan_save_unit(u, &t->states[t->num_calls]);
-    t->of[t->num_calls++] = u;
-}
-
 static void tape_step(tape *t) {
-    t->num_ops = t->num_calls = 0;
+    t->num_ops = 0;
     t->record = 1;
     for (int i = 0; i < NUM_UNITS; i++) {
-        tape_call(t, t->units[i], fsdp_pre_forward);
+        CHECK_OK(fsdp_pre_forward(t->units[i]));
         CHECK(fsdp_data(t->units[i], 0));
-        tape_call(t, t->units[i], fsdp_post_forward);
+        CHECK_OK(fsdp_post_forward(t->units[i]));
     }
     for (int i = NUM_UNITS - 1; i >= 0; i--) {
-        tape_call(t, t->units[i], fsdp_pre_backward);
+        CHECK_OK(fsdp_pre_backward(t->units[i]));
         for (int k = 0; k < shapes[i].num_params; k++) (void)fsdp_grad(t->units[i], k);
-        tape_call(t, t->units[i], fsdp_post_backward);
+        CHECK_OK(fsdp_post_backward(t->units[i]));
     }
     t->record = 0;
-    t->begin[t->num_calls] = t->num_ops;
 }
 
 /* A byte-for-byte copy of a model, without a list of fields. Its counters may differ, in the
@@ -786,20 +780,6 @@ static photo photo_before, photo_after;
 static void check_as_before(const bed *b) {
     photograph(b, &photo_after);
     check_photos(&photo_before, &photo_after);
-}
-
-/* Replays the recorded step, from its ops and states only. */
-static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
-    tape *t = (tape *)user;
-    int n = t->num_calls;
-    (void)call;
-    if (!unit || t->record) return 0;
-    CHECK(n < STATES && t->of[n] == unit);
-    CHECK_OK(fsdpi_plan_emit(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
-    fsdpi_plan_restore_unit(unit, &t->states[n]);
-    *status = fsdp_world_status(model->world);
-    t->num_calls++;
-    return 1;
 }
 
 static fsdp_status dry_step(void *user) {
@@ -882,23 +862,26 @@ TEST(extension, describe_prints_gradient_paths) {
     bed_close(&b);
 }
 
-/* Markers that an extension emits take effect, also without a listener. */
+/* Markers that an extension or a plan emits take effect, also without a listener. */
 TEST(extension, emitted_markers) {
     bed b;
     bed_open(&b, &settings[5]);
-    fsdp_buf *buf = make_buf(&b, 256);
-    CHECK(!buf->held);
-    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_ACQUIRE, buf));
-    CHECK(buf->held);
-    int logged = b.s.num_logged;
-    fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
-    CHECK_EQ_INT(b.s.num_logged, logged + 1);
-    CHECK_EQ_INT((long long)buf->ready.seq, 0);
-    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_GRADS_WRITTEN, buf));
-    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
-    CHECK_OK(emit_marker(&b, b.units[0], FSDP_OP_RELEASE, buf));
-    CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
-    fsdp_buf_destroy(b.model, buf);
+    CHECK_OK(fsdp_model_commit(b.model));
+    for (int planned = 0; planned < 2; planned++) {
+        fsdp_buf *buf = make_buf(&b, 256);
+        CHECK(!buf->held);
+        CHECK_OK(emit_marker_by(&b, b.units[0], FSDP_OP_ACQUIRE, buf, planned));
+        CHECK(buf->held);
+        int logged = b.s.num_logged;
+        fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
+        CHECK_EQ_INT(b.s.num_logged, logged + 1);
+        CHECK_EQ_INT((long long)buf->ready.seq, 0);
+        CHECK_OK(emit_marker_by(&b, b.units[0], FSDP_OP_GRADS_WRITTEN, buf, planned));
+        CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
+        CHECK_OK(emit_marker_by(&b, b.units[0], FSDP_OP_RELEASE, buf, planned));
+        CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+        fsdp_buf_destroy(b.model, buf);
+    }
     bed_close(&b);
 }
 
@@ -2088,210 +2071,22 @@ TEST_P(extension, emitted_again, settings, RANKS(row->world)) {
     bed_close(&b);
 }
 
-/* Markers take effect as with fsdp_emit; the first op that fails is the last one. */
-TEST(extension, emitted_again_one_by_one) {
+/* The first op that fails is the last one. */
+TEST(extension, emitted_again_until_one_fails) {
     bed b;
     fsdp_op op[3];
-    fsdp_buf *buf;
     bed_open(&b, &settings[5]);
     CHECK_OK(fsdp_model_commit(b.model));
-    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
-    static const int kinds[] = {FSDP_OP_ACQUIRE, FSDP_OP_GRADS_WRITTEN, FSDP_OP_RELEASE};
-    for (int i = 0; i < 3; i++) {
-        fsdp_op_init(&op[i], b.model, b.units[0], kinds[i], FSDP_LABEL_NONE,
-                     i == 2 ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
-        if (i == 2) op[i].src = buf;
-        else op[i].dst = buf;
-    }
     CHECK_OK(fsdpi_plan_emit(b.model, NULL, 0));
-    CHECK_OK(fsdpi_plan_emit(b.model, op, 1));
-    CHECK(buf->held && buf->ready.seq == 0);
-    CHECK_OK(fsdpi_plan_emit(b.model, op + 1, 1));
-    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
-    CHECK_OK(fsdpi_plan_emit(b.model, op + 2, 1));
-    CHECK(!buf->held && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
-    fsdp_buf_destroy(b.model, buf);
     uint64_t seq = b.model->seq;
     for (int i = 0; i < 3; i++) {
-        fsdp_op_init(&op[i], b.model, b.units[0], FSDP_OP_CALL, FSDP_LABEL_NONE,
-                     FSDP_STREAM_COMPUTE);
+        op[i] = op_of(&b, b.units[0], FSDP_OP_CALL, FSDP_STREAM_COMPUTE);
         op[i].call = i == 1 ? call_that_fails : looks_at_itself;
     }
     CHECK_STATUS(fsdpi_plan_emit(b.model, op, 3), FSDP_ERR_CORRUPT);
     CHECK_EQ_INT(b.model->seq, seq + 2);
     CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
     bed_close(&b);
-}
-
-/* ---- eager trainings, and trainings from ops and states -------------------------------------- */
-
-typedef struct {
-    const char *name;
-    int ranks, lanes;
-    fsdp_dtype param;
-    int unused; /* unused parameters have no gradient; otherwise zeros */
-} course;
-static const course courses[] = {
-    {"W=1", 1, 0, 0, 0},        {"W=1/cast", 1, 0, FSDP_BF16, 0},  {"W=1/lanes", 1, 2, 0, 1},
-    {"W=2/inline", 2, 0, 0, 0}, {"W=3/lanes", 3, 2, FSDP_BF16, 0}, {"W=4/unused", 4, 1, 0, 1}};
-enum { COURSE_UNITS = 2, COURSE_PARAMS = 4, COURSE_STEPS = 7 };
-
-typedef struct {
-    const course *c;
-    fsdp_world *w;
-    fsdp_model *model;
-    fsdp_unit *units[NUM_UNITS];
-    fsdp_adamw *adamw;
-    tape *t; /* NULL: eager */
-    fsdp_extension e;
-} trainee;
-
-static void trainee_open(trainee *p, fsdp_world *w, const course *c, tape *t) {
-    static const int64_t rows[COURSE_PARAMS] = {12, 5, 3, 9};
-    fsdp_model_desc md = FSDP_ZERO;
-    memset(p, 0, sizeof *p);
-    p->c = c, p->w = w, p->t = t;
-    md.param_dtype = c->param;
-    md.reduce_dtype = c->param ? FSDP_F32 : FSDP_DTYPE_KEEP;
-    CALL(w, fsdp_model_create(w, &md, &p->model));
-    for (int i = 0; i < COURSE_UNITS; i++) {
-        fsdp_param_desc d[COURSE_PARAMS];
-        fsdp_unit_desc ud = FSDP_ZERO;
-        for (int n = 0; n < COURSE_PARAMS; n++) d[n] = fsdp_mat(NULL, rows[n], 6);
-        d[2].frozen = 1;
-        ud.params = d;
-        ud.num_params = COURSE_PARAMS;
-        CALL(w, fsdp_fully_shard(p->model, &ud, &p->units[i]));
-    }
-    CALL(w, fsdp_set_reduce_scatter_unused_params(p->model, NULL, !c->unused));
-    for (int i = 0; i < COURSE_UNITS; i++)
-        for (int n = 0; n < COURSE_PARAMS; n++) {
-            float full[12 * 6];
-            for (int k = 0; k < 12 * 6; k++) full[k] = (float)(k * (n + 1) - 30 * i) / 64;
-            CALL(w, fsdp_param_load(p->units[i], n, full));
-        }
-    CALL(w, fsdp_adamw_create(p->model, NULL, &p->adamw));
-    p->e.op = tape_op;
-    p->e.call = replay;
-    p->e.user = t;
-    if (t) t->model = p->model, t->units = p->units;
-}
-
-/* Returns 1 if this rank uses parameter n in this step. */
-static int trainee_uses(const trainee *p, int step, int n) {
-    if (n == 1 && !p->c->unused) return fsdp_rank(p->w) == 0 || step % 2;
-    return n < 2 || (n == 3 && !p->c->unused && step == 6 && fsdp_rank(p->w) == p->c->ranks - 1);
-}
-
-static void trainee_call(const trainee *p, int step, fsdp_unit *u,
-                         fsdp_status (*call)(fsdp_unit *unit)) {
-    if (p->t && step == 2) tape_call(p->t, u, call);
-    else CALL(p->w, call(u));
-}
-
-static void trainee_step(const trainee *p, int step) {
-    if (p->t && step == 2) { /* recorded, then replayed; the last steps are eager */
-        CALL(p->w, fsdp_attach(p->model, &p->e));
-        p->t->record = 1;
-    }
-    if (p->t && step == COURSE_STEPS - 1) CALL(p->w, fsdp_detach(p->model, &p->e));
-    if (p->t) p->t->num_calls = 0;
-    for (int i = 0; i < COURSE_UNITS; i++) {
-        trainee_call(p, step, p->units[i], fsdp_pre_forward);
-        trainee_call(p, step, p->units[i], fsdp_post_forward);
-    }
-    for (int i = COURSE_UNITS - 1; i >= 0; i--) {
-        trainee_call(p, step, p->units[i], fsdp_pre_backward);
-        for (int n = 0; n < COURSE_PARAMS; n++) {
-            fsdp_param_view v = FSDP_ZERO;
-            CALL(p->w, fsdp_param_view_get(p->units[i], n, &v));
-            fsdp_dtype dtype = p->c->param ? p->c->param : FSDP_F32;
-            float data[12 * 6], grad[12 * 6];
-            size_t numel = (size_t)(v.shape[0] * v.shape[1]);
-            if (!trainee_uses(p, step, n)) continue;
-            CHECK_OK(
-                fsdp_convert(data, FSDP_F32, fsdp_data(p->units[i], n), dtype, (int64_t)numel));
-            for (size_t k = 0; k < numel; k++)
-                grad[k] = data[k] / 4 + (float)((fsdp_rank(p->w) + 1) * (step + 1)) / 8;
-            CHECK_OK(
-                fsdp_convert(fsdp_grad(p->units[i], n), dtype, grad, FSDP_F32, (int64_t)numel));
-        }
-        trainee_call(p, step, p->units[i], fsdp_post_backward);
-    }
-    if (p->t && step == 2) {
-        p->t->record = 0;
-        p->t->begin[p->t->num_calls] = p->t->num_ops;
-    }
-    CALL(p->w, fsdp_finalize_backward(p->model));
-}
-
-static void trainees_equal(const trainee *p, const trainee *q, int step) {
-    for (int i = 0; i < COURSE_UNITS; i++) {
-        const fsdp_unit *u = p->units[i], *v = q->units[i];
-        W_CHECK(u->state.shard_grad == v->state.shard_grad && fsdpi_held(u) == fsdpi_held(v) &&
-                    u->state.training == v->state.training &&
-                    u->state.storage == v->state.storage && u->state.forwards == v->state.forwards,
-                "step %d: state of unit %d", step, i);
-        for (int n = 0; n < COURSE_PARAMS; n++) {
-            fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
-            CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
-            CALL(p->w, fsdp_param_view_get(q->units[i], n, &y));
-            W_CHECK(*fsdpi_use(u, n) == *fsdpi_use(v, n), "step %d: use of %d in unit %d: %d, %d",
-                    step, n, i, *fsdpi_use(u, n), *fsdpi_use(v, n));
-            W_CHECK(!x.shard_grad == !y.shard_grad, "step %d: gradient of %d in unit %d", step, n,
-                    i);
-            W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused)),
-                    "step %d: gradient of %d in unit %d: %d", step, n, i, x.shard_grad != NULL);
-            size_t nbytes = (size_t)x.numel * sizeof(float);
-            CHECK_EQ_MEM(x.shard, y.shard, nbytes);
-            if (x.shard_grad) CHECK_EQ_MEM(x.shard_grad, y.shard_grad, nbytes);
-            fsdp_optim_state s, r;
-            if (n == 2) continue;
-            CALL(p->w, fsdp_adamw_state(p->adamw, x.ordinal, &s));
-            CALL(p->w, fsdp_adamw_state(q->adamw, y.ordinal, &r));
-            CHECK_EQ_MEM(s.first, r.first, nbytes);
-            CHECK_EQ_MEM(s.second, r.second, nbytes);
-        }
-    }
-}
-
-static int course_rank(fsdp_world *w, void *arg) {
-    const course *c = (const course *)arg;
-    tape *t = (tape *)calloc(1, sizeof *t);
-    trainee p, q;
-    CHECK(t);
-    trainee_open(&p, w, c, NULL);
-    trainee_open(&q, w, c, t);
-    float first[12 * 6];
-    fsdp_param_view v = FSDP_ZERO;
-    CALL(w, fsdp_param_view_get(q.units[0], 0, &v));
-    memcpy(first, v.shard, (size_t)v.numel * sizeof(float));
-    for (int step = 0; step < COURSE_STEPS; step++) {
-        trainee_step(&p, step);
-        trainee_step(&q, step);
-        trainees_equal(&p, &q, step);
-        CALL(w, fsdp_adamw_step(p.adamw, 0.1));
-        CALL(w, fsdp_adamw_step(q.adamw, 0.1));
-        trainees_equal(&p, &q, step);
-        CALL(w, fsdp_zero_grad(p.model));
-        CALL(w, fsdp_zero_grad(q.model));
-    }
-    W_CHECK(t->num_ops > 0 && memcmp(first, v.shard, (size_t)v.numel * sizeof(float)) != 0,
-            "nothing was trained");
-    free(t);
-    return 0;
-}
-
-TEST_P(extension, replayed_trainings, courses, row->ranks > 3 ? MANY_RANKS : 0) {
-    course c = *row;
-    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
-    fsdp_spawn_desc sd = FSDP_ZERO;
-    wd.world_size = 0;
-    sd.num_ranks = row->ranks;
-    sd.threads = 1;
-    sd.world = &wd;
-    snprintf(w_case, sizeof w_case, "%s", row->name);
-    CHECK_MSG(fsdp_spawn(&sd, course_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
 }
 
 /* ---- calls of extensions, custom collectives, and listeners ---------------------------------- */
@@ -2499,13 +2294,14 @@ static void post_all_kinds(const post *p, fsdp_comm *comm) {
 }
 
 /* All kinds on each stream, while the model's own collectives run. */
-static int post_rank(fsdp_world *w, void *arg) {
+static void post_rank(lab_rank *r) {
+    fsdp_world *w = r->w;
     post p;
     memset(&p, 0, sizeof p);
-    p.c = (const channel *)arg;
+    p.c = (const channel *)r->arg;
     p.w = w;
-    p.rank = fsdp_rank(w);
-    p.size = fsdp_world_size(w);
+    p.rank = r->rank;
+    p.size = r->size;
     fsdp_mesh_desc d = FSDP_ZERO;
     fsdp_param_desc param = fsdp_mat("w", 64, 64);
     fsdp_unit_desc ud = FSDP_ZERO;
@@ -2562,19 +2358,12 @@ static int post_rank(fsdp_world *w, void *arg) {
     CHECK_EQ_INT(-threads, p.c->lanes > 0 && p.c->stream == FSDP_STREAM_EXTENSION);
     fsdp_buf_destroy(p.model, p.in);
     fsdp_buf_destroy(p.model, p.out);
-    return 0;
 }
 
 TEST_P(extension, collectives, channels) {
-    channel c = *row;
-    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
-    fsdp_spawn_desc sd = FSDP_ZERO;
-    wd.world_size = 0;
-    sd.num_ranks = RANKS;
-    sd.threads = 1;
-    sd.world = &wd;
-    snprintf(w_case, sizeof w_case, "%s", row->name);
-    CHECK_MSG(fsdp_spawn(&sd, post_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes;
+    lab_run(RANKS, &how, post_rank, (void *)(uintptr_t)row);
 }
 
 /* ---- without memory -------------------------------------------------------------------------- */
@@ -2729,49 +2518,40 @@ TEST(extension, no_memory_at_any_allocation) {
 
 /* Replicas differ in one element after the first MiB of a parameter that the host cannot read:
    the library compares all pieces. */
-static char said_of_replicas[2][1 << 12];
+static char said_of_replicas[1 << 12];
 static void hear_replicas(int level, fsdp_status code, int rank, const char *text, void *user) {
-    (void)level, (void)code, (void)user;
-    snprintf(said_of_replicas[rank], sizeof said_of_replicas[rank], "%.4000s", text);
+    (void)level, (void)code, (void)rank, (void)user;
+    snprintf(said_of_replicas, sizeof said_of_replicas, "%.4000s", text);
 }
-static void differs_in_a_later_piece(int rank, int size, void *arg) {
+static void differs_in_a_later_piece(lab_rank *r) {
     enum { NUMEL = 1024 * 512 };
     const fsdp_param_desc p = fsdp_mat("w", 1024, 512);
-    static fsdp_device_ops hidden[2];
-    fsdp_world_desc wd = FSDP_ZERO;
+    const int32_t size = r->size;
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc like = FSDP_ZERO;
-    fsdp_mesh_desc mesh_desc = FSDP_ZERO;
     fsdp_mesh_info info;
-    fsdp_mesh *mesh;
-    fsdp_world *w;
-    (void)arg;
-    hidden[rank] = *fsdpi_host_ops();
-    hidden[rank].flags &= ~(uint32_t)FSDP_DEVICE_HOST;
-    wd.rank = rank, wd.world_size = size, wd.job = "later_piece", wd.device_ops = &hidden[rank];
-    wd.logger.log = hear_replicas;
-    CHECK_OK(fsdp_init(&wd, &w));
-    mesh_desc.ndim = 1, mesh_desc.shape[0] = size, mesh_desc.names[0] = "replicas";
-    CALL(w, fsdp_mesh_create(w, &mesh_desc, &mesh));
-    CALL(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
+    const fsdp_mesh *mesh = lab_mesh(r->w, 1, &size, NULL, NULL);
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
     md.mesh_info = &info;
-    like.name = "u";
-    fsdp_model *m = lab_model(w, &md);
-    fsdp_unit *u = lab_unit(w, m, &like, &p, 1);
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
     float *full = (float *)lab_zeros(NUMEL, sizeof *full);
-    full[NUMEL - 100000] = (float)rank;
-    CALL(w, fsdp_param_load(u, 0, full));
+    full[NUMEL - 100000] = (float)r->rank;
+    CALL(r->w, fsdp_param_load(u, 0, full));
     free(full);
-    lab_forward(w, u);
-    CALL(w, fsdp_pre_backward(u));
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
     (void)fsdp_grad(u, 0);
-    CALL(w, fsdp_post_backward(u));
-    CALL(w, fsdp_finalize_backward(m));
-    CHECK_MSG(strstr(said_of_replicas[rank], "[E219]"), "%s", said_of_replicas[rank]);
-    CALL(w, fsdp_shutdown(w));
+    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CHECK_MSG(strstr(said_of_replicas, "[E219]"), "%s", said_of_replicas);
 }
 TEST(extension, replicas_differ_in_a_later_piece) {
-    h_ranks_proc(2, differs_in_a_later_piece, NULL);
+    fsdp_device_ops hidden = *fsdpi_host_ops();
+    lab_how how = FSDP_ZERO;
+    hidden.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
+    how.processes = 1, how.device_ops = &hidden;
+    w_log = hear_replicas;
+    lab_run(2, &how, differs_in_a_later_piece, NULL);
 }
 
 /* ---- names of version 0.1 -------------------------------------------------------------------- */

@@ -1,178 +1,11 @@
-/* test_features.c - hooks of gradients, an optimizer in backward; addresses; sums in f16
-   Threads train a small net, also over Gloo and NCCL. Parameters are compared bit by bit with lab_net.h, ops
-   with what an observer sees. Gradients are small integers, so that their sum is exact in any order. A step is
-   g = sum/N, p -= lr*g in f32.
+/* test_features.c - hooks of gradients that wait or fail; addresses; sums in f16. Ranks are threads,
+   also over Gloo and NCCL.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL | AT_NIGHT(TSAN)
 #include "harness.h"
-#include <math.h> /* fabs, pow */
-#include "lab_net.h"
-
-enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = LAB_NUMEL, RANKS = 4 };
-
-/* Uneven, empty on some ranks, without elements, sharded by columns, more than one block. */
-static const lab_param net_rows[ALL] = {
-    {0, "p0", FSDP_F32, 0, 0, 2, 0, {7, 5}},    {0, "p1", FSDP_F32, 0, 0, 1, 0, {3}},
-    {0, "p2", FSDP_F32, 0, 0, 2, 1, {6, 4}},    {0, "p3", FSDP_F32, 0, 0, 1, 0, {0}},
-    {1, "p0", FSDP_F32, 0, 0, 2, 0, {40, 16}},  {1, "p1", FSDP_F32, 0, 0, 1, 0, {1}},
-    {1, "p2", FSDP_F32, 0, 0, 1, 0, {17}},      {1, "p3", FSDP_F32, 0, 0, 1, 0, {8}},
-    {2, "p0", FSDP_F32, 0, 0, 3, 0, {9, 2, 3}}, {2, "p1", FSDP_F32, 0, 0, 1, 0, {5}},
-    {2, "p2", FSDP_F32, 0, 0, 2, 1, {2, 9}},    {2, "p3", FSDP_F32, 0, 0, 1, 0, {64}}};
-static const lab_net net = {net_rows, ALL, UNITS};
-
-/* ---- one rank's test ------------------------------------------------------------------------- */
-
-typedef struct job job;
-enum { MESH_1D, MESH_HSDP };
-
-typedef struct config { /* of a run; the same on all ranks */
-    int world, lanes, mesh, variant;
-    int reduce_unused; /* fsdp_set_reduce_scatter_unused_params */
-    int64_t direct_min;
-    void (*body)(job *j);
-} config;
-
-struct job {
-    int rank, n;
-    config *c;
-    fsdp_world *w;
-    lab_built m;
-    lab_truth t;
-    int step;
-    lab_log log;
-};
-
-/* ---- the net --------------------------------------------------------------------------------- */
-
-static float initial(int p, int64_t k) { return (float)((p * 31 + k * 7) % 63 - 31) / 16; }
-
-/* What a rank uses: with reduce_unused others than other ranks; without all ranks use the same. */
-static int used(const job *j, int p, int rank, int step) {
-    if (p == 2 * PARAMS + 1) return step % 2; /* by nobody in every other step */
-    return (p + (j->c->reduce_unused ? rank : 0) + step) % 4 != 0 || rank < 0;
-}
-/* Has it a gradient after a backward? With reduce_unused zeros, where nobody used it. */
-static int anybody(const job *j, int p) {
-    int any = j->c->reduce_unused;
-    for (int r = 0; r < j->n; r++) any |= used(j, p, r, j->step);
-    return any;
-}
-static float gradient(int p, int64_t k, int rank, int step) {
-    return (float)((p * 5 + k * 3 + rank * 11 + step * 17) % 31 - 15);
-}
-
-static void fill_rows(void *user, const fsdp_param_view *block) {
-    (void)user;
-    int p = lab_row_of(&net, block);
-    for (int64_t k = 0; k < block->numel; k++)
-        lab_put(block->data, block->dtype, k, (double)initial(p, fsdp_view_index(block, k)));
-}
-
-static void make_model(job *j) {
-    fsdp_model_desc md = FSDP_ZERO;
-    if (j->c->mesh == MESH_HSDP) md.mesh = lab_hsdp(j->w, 2, j->n / 2);
-    md.direct_min = j->c->direct_min, md.debug = 1;
-    lab_begin(&j->m, &net, j->w);
-    j->m.model = lab_model(j->w, &md);
-    lab_watch(&j->log, j->w, j->m.model);
-    for (int p = 0; p < ALL; p++)
-        for (int64_t k = 0; k < lab_numel_of(&net, p); k++) j->t.weight[p][k] = initial(p, k);
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_param_desc d[LAB_PARAMS];
-        const int count = lab_descs(&j->m, u, d);
-        j->m.unit[u] = lab_unit(j->w, j->m.model, NULL, d, count);
-        CALL(j->w,
-             fsdp_set_reduce_scatter_unused_params(j->m.model, j->m.unit[u], j->c->reduce_unused));
-    }
-    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
-}
-
-static void forward(job *j) {
-    for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
-        lab_check_data(&j->m, &j->t, u, FSDP_F32);
-        CALL(j->w, fsdp_post_forward(j->m.unit[u]));
-    }
-}
-
-/* My gradients; the model adds up those of all ranks. */
-static void write_grads(job *j, int u) {
-    for (int i = 0; i < PARAMS; i++) {
-        int p = u * PARAMS + i;
-        if (j->m.frozen[p]) {
-            CHECK(fsdp_grad(j->m.unit[u], i) == NULL);
-            continue;
-        }
-        for (int r = 0; r < j->n; r++)
-            for (int64_t k = 0; k < lab_numel_of(&net, p) && used(j, p, r, j->step); k++)
-                j->t.kept[p][k] += (double)gradient(p, k, r, j->step);
-        if (anybody(j, p)) j->t.has_kept[p] = 1;
-        if (!used(j, p, j->rank, j->step)) continue;
-        float *g = (float *)fsdp_grad(j->m.unit[u], i);
-        CHECK(g != NULL);
-        for (int64_t k = 0; k < lab_numel_of(&net, p); k++)
-            g[k] += gradient(p, k, j->rank, j->step);
-    }
-}
-
-/* Runs a backward. Without `reduces` the gradients wait: the model goes on adding. */
-static void backward(job *j, int reduces) {
-    for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-        lab_check_data(&j->m, &j->t, u, FSDP_F32);
-        write_grads(j, u);
-        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-        for (int p = u * PARAMS; p < (u + 1) * PARAMS && reduces; p++)
-            if (!j->m.frozen[p] && j->t.has_kept[p]) lab_reduce(&j->t, &net, p, j->n, 0);
-    }
-    CALL(j->w, fsdp_finalize_backward(j->m.model));
-}
-
-static const fsdp_sgd_hyper sgd = {0.0625, 0, 0, 0, 0, 0, 1};
-
-/* ---- starting ranks -------------------------------------------------------------------------- */
-
-static void on_rank(lab_rank *r) {
-    config *c = (config *)r->arg;
-    job *j = (job *)lab_zeros(1, sizeof *j);
-    snprintf(w_case, sizeof w_case, "rank %d of %d, lanes %d, mesh %d, direct_min %lld, variant %d",
-             r->rank, r->size, c->lanes, c->mesh, (long long)c->direct_min, c->variant);
-    j->c = c, j->rank = r->rank, j->n = r->size, j->w = r->w;
-    c->body(j);
-    lab_end(r);
-    free(j->log.ops);
-    free(j);
-}
-
-/* The usual settings: worlds of 1 to 4 with both layouts, HSDP, and lanes. */
-typedef struct setting {
-    int world, lanes, mesh;
-    int64_t direct_min;
-} setting;
-static const setting settings[] = {{1, 0, MESH_1D, 0},
-                                   {1, 1, MESH_1D, 1},
-                                   {2, 0, MESH_1D, 0},
-                                   {2, 1, MESH_1D, 1},
-                                   {3, 0, MESH_1D, 1},
-                                   {3, 2, MESH_1D, 0},
-                                   {4, 0, MESH_1D, FSDP_DIRECT_NEVER},
-                                   {4, 2, MESH_1D, 1},
-                                   {2, 0, MESH_HSDP, 1},
-                                   {4, 0, MESH_HSDP, 0},
-                                   {4, 2, MESH_HSDP, 1}};
-enum { SETTINGS = sizeof settings / sizeof *settings };
-
-static void everywhere(void (*body)(job *j), int variants) {
-    for (int s = 0; s < SETTINGS; s++)
-        for (int v = 0; v < variants; v++) {
-            const setting *at = &settings[s];
-            config c = {at->world, at->lanes, at->mesh, v, s % 3 != 1, at->direct_min, body};
-            lab_how how = FSDP_ZERO;
-            how.job = "features", how.lanes = c.lanes;
-            lab_run(c.world, &how, on_rank, &c);
-        }
-}
+#include <math.h> /* isfinite, isinf */
+#include "lab.h"
 
 /* ---- hooks ----------------------------------------------------------------------------------- */
 
@@ -226,21 +59,30 @@ static fsdp_status refuses(void *user, const fsdp_param_view *v, void *stream) {
     (void)v, (void)stream;
     return *(const fsdp_status *)user;
 }
-static void grad_hook_fails(job *j) {
-    fsdp_status of_hook = j->c->variant ? FSDP_ERR_IO : FSDP_ERR_INVALID_STATE;
-    const fsdp_status expected = j->c->variant ? FSDP_ERR_IO : FSDP_ERR_ABORTED;
-    make_model(j);
-    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[1], 0, refuses, &of_hook));
-    forward(j);
-    (void)fsdp_pre_backward(j->m.unit[1]);
-    (void)fsdp_grad(j->m.unit[1], 0);
-    (void)fsdp_post_backward(j->m.unit[1]);
-    CHECK_STATUS(fsdp_finalize_backward(j->m.model), expected);
-    CHECK_STATUS(fsdp_world_status(j->w), expected);
-    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), expected);
-    lib_drain(j->w); /* nobody reads of_hook any more */
+static void grad_hook_fails(lab_rank *r) {
+    fsdp_status of_hook = *(const fsdp_status *)r->arg;
+    const fsdp_status expected = of_hook == FSDP_ERR_IO ? FSDP_ERR_IO : FSDP_ERR_ABORTED;
+    const fsdp_param_desc p = fsdp_mat("a", 9, 2);
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_set_post_accumulate_hook(u, 0, refuses, &of_hook));
+    lab_forward(r->w, u);
+    (void)fsdp_pre_backward(u);
+    (void)fsdp_grad(u, 0);
+    (void)fsdp_post_backward(u);
+    CHECK_STATUS(fsdp_finalize_backward(m), expected);
+    CHECK_STATUS(fsdp_world_status(r->w), expected);
+    CHECK_STATUS(fsdp_pre_forward(u), expected);
+    lib_drain(r->w); /* nobody reads of_hook any more */
 }
-TEST(hooks, failure_of_an_optimizer_in_backward) { everywhere(grad_hook_fails, 2); }
+TEST(hooks, failure_of_an_optimizer_in_backward) {
+    for (int k = 0; k < 2 * 4 * 3; k++) {
+        fsdp_status of_hook = k % 2 ? FSDP_ERR_IO : FSDP_ERR_INVALID_STATE;
+        lab_how how = FSDP_ZERO;
+        how.lanes = k / 8;
+        lab_run(1 + k / 2 % 4, &how, grad_hook_fails, &of_hook);
+    }
+}
 
 /* ---- addresses ------------------------------------------------------------------------------- */
 
@@ -419,74 +261,3 @@ TEST(f16, sums_of_a_backend_that_does_not_divide) {
         lab_on_worlds(4, NULL, f16_body, &c);
     }
 }
-
-/* ---- an optimizer in backward ---------------------------------------------------------------- */
-
-typedef struct inner { /* of one rank */
-    const job *j;
-    int calls[ALL];
-} inner;
-static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
-    lib_wait(stream);
-    inner *in = (inner *)user;
-    int p = lab_row_of(&net, v);
-    (void)stream;
-    in->calls[p]++;
-    CHECK(v->shard_grad != NULL && v->requires_grad && v->grad_dtype == FSDP_F32);
-    CHECK(v->unit == in->j->m.unit[p / PARAMS] && v->index == p % PARAMS);
-    fsdp_sgd_update((float *)v->shard, (const float *)v->shard_grad, NULL, v->numel, &sgd);
-    return FSDP_OK;
-}
-
-static void in_backward(job *j) {
-    inner in;
-    memset(&in, 0, sizeof in);
-    in.j = j;
-    make_model(j);
-    lab_freeze(&j->m, 10, 1); /* and 9 is used by nobody in every other step */
-    for (int p = 0; p < ALL; p++)
-        CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[p / PARAMS], p % PARAMS,
-                                                 step_in_backward, &in));
-    for (int n = 0; n < 5; n++) {
-        int expected[ALL], first = j->log.num;
-        memcpy(expected, in.calls, sizeof expected);
-        if (j->c->variant) { /* two microbatches: the hook runs when they are reduced */
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
-            forward(j);
-            backward(j, 0);
-            CHECK_EQ_MEM(in.calls, expected, sizeof expected);
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
-        }
-        forward(j);
-        backward(j, 1);
-        for (int p = 0; p < ALL; p++) expected[p] += !j->m.frozen[p] && j->t.has[p];
-        for (int p = 0; p < ALL; p++)
-            W_CHECK(in.calls[p] == expected[p], "parameter %d: %d calls, expected %d", p,
-                    in.calls[p], expected[p]);
-        for (int u = 0; u < UNITS; u++) { /* behind everything else of the unit */
-            int hook = lab_next_op(&j->log, first, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK,
-                                   j->m.unit[u]);
-            W_CHECK(hook >= 0 &&
-                        lab_next_op(&j->log, hook, -1, FSDP_LABEL_REDUCE, j->m.unit[u]) < 0 &&
-                        lab_next_op(&j->log, hook, -1, FSDP_LABEL_RED_OUT, j->m.unit[u]) < 0,
-                    "unit %d: the hook comes too early", u);
-            const fsdp_op *o =
-                &j->log.ops[hook]; /* others wait for it by the blocks that it names */
-            CHECK(o->src && o->src_ptr == fsdp_buf_ptr(o->src) && o->dst);
-            CHECK(o->dst_ptr == fsdp_buf_ptr(o->dst) && o->dst != o->src);
-            if (j->n == 1 && !j->c->variant) /* the caller has written what the hook sees */
-                CHECK_EQ_INT(o->stream, FSDP_STREAM_COMPUTE);
-        }
-        for (int k = first; k < j->log.num; k++) /* a record that divides says by what */
-            if (j->log.ops[k].share != 0) CHECK(j->log.ops[k].factor == j->n);
-        lab_check_grads(&j->m, &j->t);
-        CALL(j->w, fsdp_zero_grad(j->m.model));
-        lab_descend_truth(&j->m, &j->t, (float)sgd.lr); /* SGD after backward: the same bits */
-        j->step++;
-        lab_check_params(&j->m, &j->t);
-    }
-}
-/* PyTorch: test_fully_shard_autograd.py test_post_acc_grad_hook_runs,
-   test_post_acc_grad_hook_optim_parity. Done: once per reduction, not for a parameter without a
-   gradient. SGD (PyTorch: AdamW with a schedule); the test writes the gradients. */
-TEST(hooks, optimizer_in_backward) { everywhere(in_backward, 2); }

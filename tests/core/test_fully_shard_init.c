@@ -2,10 +2,10 @@
    parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. Ranks are threads.
 
    Gradients are integers from a hash, so that everything is exact. Parameters are compared in each
-   forward and backward, gradients in each step, and shards after it (with tensor parallelism:
-   parameters in backward, shards after a step of Adam). There are no losses. Units are small
-   matrices and MLPs where PyTorch has a transformer, and a step ends with an update, mostly plain
-   descent where PyTorch has Adam, AdamW or none.
+   forward and backward, gradients in each step, and shards after it. There are no losses. Units are
+   small matrices and MLPs where PyTorch has a transformer, and a step ends with plain descent where
+   PyTorch has Adam, AdamW or none. tests/dtensor/test_fully_shard_dtensor.c has PyTorch's tests of
+   these files with tensor parallelism, tests/checkpoint/test_checkpoint_train.c those of state dicts.
 
    SPDX-License-Identifier: MIT */
 #define TAGS GLOO | NCCL
@@ -25,23 +25,12 @@ static void on_worlds(int size, void (*body)(fsdp_world *world)) {
     on_ranks(size, call_body, &body);
 }
 
-/* Dims of size 0 at the end are left out; names NULL: unnamed. */
-static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
-    const int32_t shape[3] = {a, b, c};
-    return lab_mesh(world, c ? 3 : b ? 2 : 1, shape, names, NULL);
-}
-
-static const char *const hsdp_names[] = {"replicate", "shard"};
-static const char *const tp_names[] = {"dp", "tp"};
-static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
-
 /* ---- a model whose truth is known ------------------------------------------------------------ */
 
 /* The loss of a rank is linear in the parameters, so that its gradient is a small integer that a
    hash gives, and everything is exact in f32: parameters are compared in every forward and every
    backward, gradients and shards after it. */
 enum { MAX_UNITS = 8 };
-typedef struct tp_part tp_part;
 typedef struct {
     fsdp_world *world;
     fsdp_model *model;
@@ -50,33 +39,7 @@ typedef struct {
     int ranks, place;   /* over which gradients are averaged, and which of them I am */
     fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
     int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
-    fsdp_adamw *adam;   /* updates in place of descent: one step, its first */
-    const tp_part
-        *tp; /* what tensor parallelism leaves of the parameters of its only unit; or NULL */
 } toy;
-
-/* With tensor parallelism the unit of a rank describes its own part of each parameter, and its mesh is
-   the data-parallel part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts
-   it: split over tp first, then over dp. */
-typedef struct {
-    const char *name;
-    int rows, cols;        /* of the whole; cols 0: a vector */
-    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
-} tp_param;
-struct tp_part {
-    const tp_param *params;
-    int count, rank, size;
-    fsdp_range cut[8]; /* along tp_dim */
-};
-
-/* Element k of the tp part of parameter i, in the whole parameter. */
-static int64_t tp_element(const tp_part *m, int i, int64_t k) {
-    const tp_param *p = &m->params[i];
-    int64_t cols = p->cols ? p->cols : 1;
-    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
-    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
-    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
-}
 
 static int toy_hash(int a, int b, int c, int64_t e) {
     uint64_t state = (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)c * 101 +
@@ -86,10 +49,6 @@ static int toy_hash(int a, int b, int c, int64_t e) {
 static double toy_start(int u, int i, int64_t e) { return toy_hash(u, i, 1, e) % 64 / 4.0 - 8; }
 static double toy_slope(int rank, int step, int u, int i, int64_t e) {
     return toy_hash(u + 16 * step, i, 2 + rank, e) % 17 - 8;
-}
-/* Element e of the unit's parameter i, in the whole parameter. */
-static int64_t whole_of(const toy *t, int i, int64_t e) {
-    return t->tp ? tp_element(t->tp, i, e) : e;
 }
 static double toy_mean(const toy *t, int step, int u, int i, int64_t e) {
     double sum = 0;
@@ -109,13 +68,11 @@ static double as_stored(const fsdp_param_view *v, double value) {
     return lab_round(v->dtype, value);
 }
 
-/* user: a tp_part, or NULL */
 static void toy_fill(void *user, const fsdp_param_view *block) {
+    (void)user;
     for (int64_t k = 0; k < block->numel; k++) {
-        int64_t e = fsdp_view_index(block, k);
-        if (user) e = tp_element((const tp_part *)user, block->index, e);
-        lab_put(block->data, block->dtype, k,
-                as_stored(block, toy_start(unit_of(block), block->index, e)));
+        const double value = toy_start(unit_of(block), block->index, fsdp_view_index(block, k));
+        lab_put(block->data, block->dtype, k, as_stored(block, value));
     }
 }
 
@@ -154,9 +111,8 @@ static void toy_look(const toy *t, int u) {
         const void *data = fsdp_data(t->unit[u], i);
         W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++) {
-            const int64_t w = whole_of(t, i, e);
             double truth = as_stored(&v,
-                                     v.requires_grad ? toy_truth(t, u, i, w) : toy_start(u, i, w));
+                                     v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
             if (t->quantised && v.ndim == 2) truth = lab_round(FSDP_BF16, truth);
             if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
             W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
@@ -174,8 +130,7 @@ static void toy_slopes(const toy *t, int u) {
         W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
             lab_put(grad, dtype, e,
-                    lab_get(grad, dtype, e) +
-                        toy_slope(t->place, t->step, u, i, whole_of(t, i, e)));
+                    lab_get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
     }
 }
 
@@ -192,7 +147,7 @@ static void toy_shards(const toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(t->model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
-            int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
+            int64_t e = fsdp_view_index(&v, k);
             double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
                                                          : toy_start(unit_of(&v), v.index, e));
             W_CHECK(lab_get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
@@ -200,19 +155,7 @@ static void toy_shards(const toy *t) {
         }
 }
 
-/* PyTorch's Adam: no weight decay. */
-static void toy_adam(toy *t) {
-    fsdp_adamw_desc ad = fsdp_adamw_defaults();
-    ad.weight_decay = 0;
-    CALL(t->world, fsdp_adamw_create(t->model, &ad, &t->adam));
-}
-
-/* The first step of Adam goes by the rate, against the sign of the gradient. */
-static void check_adam(double got, double before, double grad) {
-    CHECK_NEAR(got, before - (grad > 0 ? 0.01 : grad < 0 ? -0.01 : 0), 2e-6);
-}
-
-/* Forward, backward, gradients compared with the mean of all ranks, one step of descent or Adam. */
+/* Forward, backward, gradients compared with the mean of all ranks, one step of descent. */
 static void toy_step(toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     toy_forward(t);
@@ -226,24 +169,12 @@ static void toy_step(toy *t) {
     while (fsdp_next_param(t->model, &v)) {
         W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            const int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
-            double mean = toy_mean(t, t->step, unit_of(&v), v.index, e);
+            double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
             double grad = lab_get(v.shard_grad, v.grad_dtype, k);
             W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
                     v.name, grad, mean);
-            if (!t->adam) lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
+            lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
         }
-    }
-    if (t->adam) {
-        CALL(t->world, fsdp_adamw_step(t->adam, 0.01));
-        memset(&v, 0, sizeof v);
-        while (fsdp_next_param(t->model, &v))
-            for (int64_t k = 0; k < v.numel; k++) {
-                int64_t e = whole_of(t, v.index, fsdp_view_index(&v, k));
-                check_adam(lab_get(v.shard, v.dtype, k), toy_truth(t, unit_of(&v), v.index, e),
-                           toy_mean(t, t->step, unit_of(&v), v.index, e));
-            }
-        return;
     }
     CALL(t->world, fsdp_params_changed(t->model));
     CALL(t->world, fsdp_zero_grad(t->model));
@@ -360,7 +291,9 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_model *model;
     static const char *const names[] = {"a", "b", "c"};
-    md.mesh = three ? mesh_of(world, size, 1, 1, names) : mesh_of(world, 2, size / 2, 0, NULL);
+    const int32_t cube[3] = {size, 1, 1}, square[2] = {2, size / 2};
+    md.mesh = three ? lab_mesh(world, 3, cube, names, NULL)
+                    : lab_mesh(world, 2, square, NULL, NULL);
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_model_create(world, &md, &model),
                three ? "mesh_info" : "name");
     CHECK(!model);
@@ -463,71 +396,24 @@ static void manages(fsdp_world *world, const void *arg) {
     toy_step(&t);
 }
 
-static void test_managed(const char *units, const char *expected, int replicated, int twice) {
-    managed m;
-    m.units = units;
-    m.expected = expected;
-    m.replicated = replicated;
-    m.twice = twice;
-    on_ranks(2, manages, &m);
-}
-
-/* PyTorch: test_fully_shard_init.py test_managed_modules_single. Not applicable: the library walks
-   no modules. The test shows that a unit gathers the listed parameters, in that order, and that
-   units share nothing. So do the ten tests below. */
-TEST(fully_shard_init, managed_modules_single) { test_managed("a: w b v", "a.w a.b a.v", -1, -1); }
-/* PyTorch: test_fully_shard_init.py test_managed_modules_nested. Not applicable: no modules are
-   walked. */
-TEST(fully_shard_init, managed_modules_nested) { /* b inside of a, made first as upstream asks */
-    test_managed("b: w b | a: v c", "b.w b.b a.v a.c", -1, -1);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_modules_nested_fully_shard_and_replicate. Not
-   applicable: no modules are walked. */
-TEST(fully_shard_init, managed_modules_nested_and_replicate) {
-    test_managed("b: w b | c: r | a: v c", "b.w b.b c.r a.v a.c", 1, -1);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_modules_duplicate. Not applicable: no modules are
-   walked. */
-TEST(fully_shard_init,
-     managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
-    test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_modules_list_of_mlps. Not applicable: no modules
-   are walked. */
-TEST(fully_shard_init, managed_modules_list) { /* two layers in one call */
-    test_managed("a: l0.w l0.b l1.w l1.b", "a.l0.w a.l0.b a.l1.w a.l1.b", -1, -1);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_states_shared_params_and_buffers. Not applicable:
-   no modules are walked, and the library has no buffers. */
-TEST(fully_shard_init, managed_states_shared) { /* a tied parameter is one parameter of one unit */
-    test_managed("a: tok out | b: w", "a.tok a.out b.w", -1, 0);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_states_nested_fully_shard. Not applicable: no
-   modules are walked. */
-TEST(fully_shard_init, managed_states_nested) {
-    test_managed("c: w | b: v | a: s", "c.w b.v a.s", -1, -1);
-}
-/* PyTorch: test_fully_shard_init.py test_managed_states_list_of_mlps. Not applicable: no modules
-   are walked. */
-TEST(fully_shard_init, managed_states_list) {
-    test_managed("b: l0.w l1.w | a: s", "b.l0.w b.l1.w a.s", -1, -1);
-}
-/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_shared_params. Not applicable: a
-   parameter belongs to one unit: there is no list of shared parameters. */
-TEST(fully_shard_init, get_param_module_infos_shared) {
-    test_managed("a: emb.w lin.b | b: out.b", "a.emb.w a.lin.b b.out.b", -1, 0);
-}
-/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_duplicates. Not applicable: a
-   parameter belongs to one unit. */
-TEST(fully_shard_init, get_param_module_infos_duplicates) {
-    test_managed("a: mlp.in.w mlp.in.b mlp.out.w mlp.out.b",
-                 "a.mlp.in.w a.mlp.in.b a.mlp.out.w a.mlp.out.b", -1, 0);
-}
-/* PyTorch: test_fully_shard_init.py test_get_param_module_infos_list_of_mlps. Not applicable: a
-   parameter belongs to one unit. */
-TEST(fully_shard_init, get_param_module_infos_list) {
-    test_managed("a: 0.in.w 0.in.b 1.in.w 1.in.b | b: norm",
-                 "a.0.in.w a.0.in.b a.1.in.w a.1.in.b b.norm", -1, -1);
+/* PyTorch: test_fully_shard_init.py test_managed_modules_single, test_managed_modules_nested,
+   test_managed_modules_nested_fully_shard_and_replicate, test_managed_modules_duplicate,
+   test_managed_modules_list_of_mlps, test_managed_states_shared_params_and_buffers,
+   test_managed_states_nested_fully_shard, test_managed_states_list_of_mlps,
+   test_get_param_module_infos_shared_params, test_get_param_module_infos_duplicates,
+   test_get_param_module_infos_list_of_mlps. Not applicable: the library walks no modules, and a
+   parameter belongs to one unit. The test shows that a unit gathers the listed parameters, in that
+   order, and that units share nothing. */
+TEST(fully_shard_init, managed_parameters) {
+    static const managed rows[] = {
+        {"a: w b v", "a.w a.b a.v", -1, -1},
+        {"b: w b | a: v c", "b.w b.b a.v a.c", -1, -1}, /* b inside a: made first, as in PyTorch */
+        {"b: w b | c: r | a: v c", "b.w b.b c.r a.v a.c", 1, -1},
+        {"a: w b | b: v", "a.w a.b b.v", -1, 0}, /* a layer in two places: one unit, used twice */
+        {"a: l0.w l0.b l1.w l1.b", "a.l0.w a.l0.b a.l1.w a.l1.b", -1, -1},
+        {"c: w | b: v | a: s", "c.w b.v a.s", -1, -1},
+        {"b: l0.w l1.w | a: s", "b.l0.w b.l1.w a.s", -1, -1}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) on_ranks(2, manages, &rows[i]);
 }
 
 /* ---- how parameters are sharded -------------------------------------------------------------- */
@@ -747,158 +633,6 @@ static void mixed_dtypes(fsdp_world *world) {
    one step (PyTorch: a forward that uses no parameter). */
 TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_worlds(2, mixed_dtypes); }
 
-/* ---- parameters that are already split by tensor parallelism --------------------------------- */
-
-typedef struct {
-    toy toy;
-    tp_part part;
-} tp_model;
-
-/* dim tp of the mesh is its last one; those before it are data parallel. */
-static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_param *params,
-                     int count) {
-    int tp = fsdp_mesh_ndim(mesh) - 1;
-    const int32_t dims[2] = {0, 1};
-    fsdp_param_desc p[8];
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_mesh *dp;
-    memset(m, 0, sizeof *m);
-    CALL(world, fsdp_mesh_slice(mesh, dims, tp, &dp));
-    md.mesh = dp;
-    toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), fsdp_mesh_rank(dp, 0));
-    if (tp == 2) m->toy.place = 2 * m->toy.place + fsdp_mesh_rank(dp, 1);
-    m->part.params = params;
-    m->part.count = count;
-    m->part.rank = fsdp_mesh_rank(mesh, tp);
-    m->part.size = fsdp_mesh_size(mesh, tp);
-    for (int i = 0; i < count; i++) {
-        int whole = params[i].tp_dim == 1 ? params[i].cols : params[i].rows;
-        CHECK_OK(fsdp_shard_range(whole, m->part.size, m->part.rank, &m->part.cut[i]));
-        int64_t rows = params[i].tp_dim == 0 ? m->part.cut[i].count : params[i].rows;
-        int64_t cols = params[i].tp_dim == 1 ? m->part.cut[i].count : params[i].cols;
-        p[i] = cols ? fsdp_mat(params[i].name, rows, cols) : fsdp_vec(params[i].name, rows);
-        p[i].shard_dim = params[i].shard_dim;
-    }
-    toy_unit(&m->toy, NULL, p, count);
-    m->toy.tp = &m->part;
-    CALL(world, fsdp_init_params(m->toy.model, toy_fill, &m->part));
-}
-
-/* Gathered over dp, every rank has its part of the whole. */
-static void tp_check(const tp_model *m, double offset) {
-    float full[1024];
-    for (int i = 0; i < m->part.count; i++) {
-        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
-        CHECK(lab_full_numel(&v) <= 1024);
-        CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
-        for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            CHECK_NEAR(full[e], toy_start(0, i, tp_element(&m->part, i, e)) + offset, 0);
-    }
-}
-
-/* My shard is where the placements put it: rows or columns of the tp part, split over dp. */
-static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
-    int dp = fsdp_mesh_rank(mesh, 0);
-    for (int i = 0; i < m->part.count; i++) {
-        const tp_param *p = &m->part.params[i];
-        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
-        int64_t part[2] = {p->rows, p->cols};
-        fsdp_range cut;
-        if (p->tp_dim >= 0) part[p->tp_dim] = m->part.cut[i].count;
-        CHECK_OK(fsdp_shard_range(part[p->shard_dim], fsdp_mesh_size(mesh, 0), dp, &cut));
-        CHECK_EQ_INT(v.shard_dim, p->shard_dim);
-        CHECK_EQ_INT(v.start[p->shard_dim], cut.start);
-        for (int d = 0; d < v.ndim; d++)
-            CHECK_EQ_INT(v.local_shape[d], d == p->shard_dim ? cut.count : part[d]);
-        for (int64_t k = 0; k < v.numel; k++) {
-            int64_t width = v.ndim == 2 ? v.local_shape[1] : 1, of = v.ndim == 2 ? part[1] : 1;
-            int64_t row = k / width + v.start[0], col = k % width + (v.ndim == 2 ? v.start[1] : 0);
-            CHECK_NEAR(((float *)v.shard)[k],
-                       toy_start(0, i, tp_element(&m->part, i, row * of + col)), 0);
-        }
-    }
-}
-
-/* Summed over tp the parts add up to the whole: no element is missing, none is there twice. */
-static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
-    fsdp_world *world = m->toy.world;
-    float part[1024], whole[1024];
-    for (int i = 0; i < m->part.count; i++) {
-        const tp_param *p = &m->part.params[i];
-        fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
-        int64_t count = p->rows * (p->cols ? p->cols : 1);
-        CHECK(count <= 1024);
-        memset(whole, 0, sizeof whole);
-        CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
-        for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            if (p->tp_dim >= 0 || m->part.rank == 0) whole[tp_element(&m->part, i, e)] += part[e];
-        CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
-        for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_truth(&m->toy, 0, i, e), 0);
-    }
-}
-
-static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
-                                  {"in_proj.bias", 27, 0, 0, 0},
-                                  {"out_proj.weight", 9, 27, 1, 0},
-                                  {"out_proj.bias", 9, 0, -1, 0}};
-
-/* The columns of out_proj are split by tp, its rows by dp, and so on: as the placements say. */
-static void shard_dtensor(fsdp_world *world) {
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
-    tp_model m;
-    tp_build(&m, world, mesh, tp_mlp, 4);
-    int dp = fsdp_mesh_rank(mesh, 0), tp = fsdp_mesh_rank(mesh, 1);
-    fsdp_param_view v;
-    fsdp_range outer, inner;
-    CALL(world, fsdp_param_view_get(m.toy.unit[0], 0, &v)); /* _StridedShard(0, 2), Shard(0) */
-    CHECK_OK(fsdp_shard_range(27, 2, tp, &outer));
-    CHECK_OK(fsdp_shard_range(outer.count, 2, dp, &inner));
-    CHECK_EQ_INT(v.local_shape[0], inner.count);
-    for (int64_t k = 0; k < v.numel; k++)
-        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 0, (outer.start + inner.start) * 9 + k), 0);
-    CALL(world, fsdp_param_view_get(m.toy.unit[0], 2, &v)); /* Shard(0), Shard(1) */
-    CHECK_OK(fsdp_shard_range(9, 2, dp, &inner));
-    CHECK_EQ_INT(v.local_shape[0], inner.count);
-    CHECK_EQ_INT(v.local_shape[1], outer.count);
-    for (int64_t k = 0; k < v.numel; k++)
-        CHECK_NEAR(
-            ((float *)v.shard)[k],
-            toy_start(0, 2, (inner.start + k / outer.count) * 27 + outer.start + k % outer.count),
-            0);
-    CALL(world, fsdp_param_view_get(m.toy.unit[0], 3, &v)); /* Shard(0), Replicate */
-    CHECK_EQ_INT(v.local_shape[0], inner.count);
-    for (int64_t k = 0; k < v.numel; k++)
-        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 3, inner.start + k), 0);
-    tp_check_shards(&m, mesh); /* all four, in_proj.bias too */
-    tp_check(&m, 0);
-}
-/* PyTorch: test_fully_shard_init.py test_shard_dtensor_parameters. Partly: a rank describes its
-   tensor-parallel part on the dp slice. No global shape, strides or mesh, which a DTensor has. */
-TEST(fully_shard_init, shard_dtensor_parameters) { on_worlds(4, shard_dtensor); }
-
-/* FSDP and tensor parallelism split different dims of every matrix. */
-static void diff_dim(fsdp_world *world) {
-    static const tp_param params[] = {{"wq", 16, 16, 0, 1},
-                                      {"wo", 16, 16, 1, 0},
-                                      {"w1", 64, 16, 0, 1},
-                                      {"w2", 16, 64, 1, 0},
-                                      {"norm", 16, 0, -1, 0}};
-    fsdp_mesh *mesh = mesh_of(world, 4, 2, 0, tp_names), *tp = lab_slice(world, mesh, 1);
-    tp_model m;
-    tp_build(&m, world, mesh, params, 5);
-    tp_check_shards(&m, mesh);
-    tp_check(&m, 0);
-    for (int step = 0; step < 2; step++) {
-        tp_whole(&m, tp);
-        toy_step(&m.toy);
-    }
-    tp_whole(&m, tp);
-}
-/* PyTorch: test_fully_shard_init.py test_init_2d_transformer_shard_diff_dim. Partly: five
-   parameters of one layer; the test adds up the tp parts by fsdp_all_reduce. The core has no call
-   that gathers over dp and tp, as a DTensor's does. */
-TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_worlds(8, diff_dim); }
-
 /* ---- the root, names, the first step --------------------------------------------------------- */
 
 /* PyTorch's model: a root that holds the second of two MLPs, units of both linears of the first. */
@@ -1049,7 +783,7 @@ static void shards_are(const toy *t, double expected) {
 }
 
 /* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
-   step of Adam runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
+   step runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
 static void meta_device(fsdp_world *world) {
     static const int dims[] = {8, 3, 1, 8};
     fsdp_mesh *mesh;
@@ -1065,7 +799,6 @@ static void meta_device(fsdp_world *world) {
         md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
         toy_begin(&t, world, &md, 4, fsdp_rank(world));
         for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], n < 6 ? 1 : 4));
-        toy_adam(&t);
         shards_are(&t, 0);
         CALL(world, fsdp_init_params(t.model, fill_const, &constant));
         shards_are(&t, constant);
@@ -1077,37 +810,8 @@ static void meta_device(fsdp_world *world) {
     }
 }
 /* PyTorch: test_fully_shard_init.py test_meta_device_1d_init. Partly: shards are zero, then filled
-   twice; one step of Adam. No buffers, and no parameters without data. */
+   twice; one step. No buffers, and no parameters without data. */
 TEST(fully_shard_init, meta_device_1d_init) { on_worlds(4, meta_device); }
-
-/* The same for the parts that tensor parallelism leaves. */
-static void meta_device_2d(fsdp_world *world) {
-    static const int dims[] = {8, 3};
-    for (int n = 0; n < 2; n++) {
-        const int d = dims[n];
-        const tp_param params[4] = {{"in_proj.weight", 4 * d, d, 0, 0},
-                                    {"in_proj.bias", 4 * d, 0, 0, 0},
-                                    {"out_proj.weight", d, 4 * d, 1, 0},
-                                    {"out_proj.bias", d, 0, -1, 0}};
-        fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
-        double constant = 1337;
-        fsdp_param_view v = FSDP_ZERO;
-        tp_model m;
-        tp_build(&m, world, mesh, params, 4);
-        toy_adam(&m.toy);
-        CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
-        shards_are(&m.toy, constant);
-        CALL(world, fsdp_init_params(m.toy.model, toy_fill, &m.part));
-        while (fsdp_next_param(m.toy.model, &v))
-            for (int64_t k = 0; k < v.numel; k++) CHECK(((float *)v.shard)[k] < 1000);
-        tp_check_shards(&m, mesh);
-        toy_step(&m.toy);
-        fsdp_model_destroy(m.toy.model);
-    }
-}
-/* PyTorch: test_fully_shard_init.py test_meta_device_2d_init. Partly: (dp, tp), f32 only, one unit
-   (PyTorch: one for each linear). No buffers, and no parameters without data. */
-TEST(fully_shard_init, meta_device_2d_init) { on_worlds(4, meta_device_2d); }
 
 /* Upstream names the parameters that were left without data. Here there are none: a parameter that
    nobody filled is zero, on every rank, padding included. */
@@ -1178,7 +882,7 @@ static void trains_over(fsdp_world *world, fsdp_mesh *mesh, int ranks, int place
 static void groups_1d(fsdp_world *world) {
     static const char *const dp_name[] = {"dp"};
     static const int32_t shape[1] = {2}, groups[2][2] = {{0, 2}, {1, 3}};
-    fsdp_mesh *both = mesh_of(world, 2, 2, 0, tp_names), *dp = lab_slice(world, both, 0);
+    fsdp_mesh *both = lab_mesh2(world, 2, 2, "dp", "tp"), *dp = lab_slice(world, both, 0);
     const int mine = fsdp_mesh_rank(both, 1);
     for (int g = 0; g < 2; g++) {
         fsdp_mesh *mesh = lab_mesh(world, 1, shape, dp_name, groups[g]);
@@ -1193,8 +897,8 @@ static void groups_1d(fsdp_world *world) {
 /* The same coordinates and groups, of the slices too. */
 static void groups_2d(fsdp_world *world) {
     static const int32_t shape[2] = {2, 2}, ranks[4] = {0, 1, 2, 3};
-    fsdp_mesh *mesh[2] = {lab_mesh(world, 2, shape, hsdp_names, NULL),
-                          lab_mesh(world, 2, shape, hsdp_names, ranks)};
+    static const char *const hsdp_names[] = {"replicate", "shard"};
+    fsdp_mesh *mesh[2] = {lab_hsdp(world, 2, 2), lab_mesh(world, 2, shape, hsdp_names, ranks)};
     same_mesh(mesh[0], mesh[1]);
     for (int d = 0; d < 2; d++) {
         fsdp_mesh *slice[2] = {lab_slice(world, mesh[0], d), lab_slice(world, mesh[1], d)};
@@ -1228,7 +932,7 @@ static void across_replicas(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
     toy t;
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = lab_slice(world, mesh, 0);
+    fsdp_mesh *mesh = lab_hsdp(world, 2, 2), *replicas = lab_slice(world, mesh, 0);
     float buffer[5]; /* of the model, and the caller's */
     for (int e = 0; e < 5; e++) buffer[e] = (float)(fsdp_mesh_rank(mesh, 0) ? 1337 : e);
     md.mesh = mesh;
@@ -1288,7 +992,7 @@ TEST(fully_shard_init, custom_hook_custom_stream) {
         sim_init(&s, 4, 1);
         CHECK(sim_open(&s));
         h.s = &s;
-        md.mesh = hsdp ? mesh_of(s.world, 2, 2, 0, hsdp_names) : NULL;
+        md.mesh = hsdp ? lab_hsdp(s.world, 2, 2) : NULL;
         toy_mlps(&t, s.world, &md, 4, 1, 1, 5);
         CHECK_OK(fsdp_set_all_reduce_hook(t.unit[0], note_stream, &h));
         CHECK_OK(sim_watch(&s, t.model));
@@ -1326,56 +1030,24 @@ static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, i
     return status;
 }
 
-/* Sharded over 2 of 4 ranks, averaged over the other dim by the hook. All weights of in_proj (40,
-   10) are 0.5, of out_proj (10, 40) 1, the inputs are 0..9 times a factor of mean 1, the loss is
-   the sum of the outputs, all of which are positive. So the gradient of out_proj is 22.5
-   everywhere, a row of that of in_proj 0, 10, .. 90. */
+/* Sharded over 2 of 4 ranks, averaged over the other dim by the hook: the mean of all ranks. */
 static void hsdp_hook(fsdp_world *world) {
-    static const float factors[4] = {0.5f, 1.5f, 0.25f, 1.75f};
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    fsdp_mesh *mesh = lab_hsdp(world, 2, 2);
     replica_hook h = {NULL, NULL, 0};
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_mat("in", 40, 10), fsdp_mat("out", 10, 40)};
-    fsdp_param_view v = FSDP_ZERO;
     toy t;
     h.world = world;
     h.replicas = lab_slice(world, mesh, 0);
     md.mesh = lab_slice(world, mesh, 1);
-    toy_begin(&t, world, &md, 2, 0);
-    toy_unit(&t, NULL, p, 2);
-    while (fsdp_next_param(t.model, &v))
-        for (int64_t k = 0; k < v.numel; k++) ((float *)v.shard)[k] = v.index ? 1 : 0.5f;
-    CALL(world, fsdp_params_changed(t.model));
+    toy_begin(&t, world, &md, 4, fsdp_rank(world));
+    toy_fill_unit(&t, p, 2);
     CALL(world, fsdp_set_all_reduce_hook(t.unit[0], mean_over_replicas, &h));
-    CALL(world, fsdp_pre_forward(t.unit[0]));
-    const float *in = (const float *)fsdp_data(t.unit[0], 0);
-    float x[10], hidden[40];
-    for (int i = 0; i < 10; i++) x[i] = (float)i * factors[fsdp_rank(world)];
-    for (int o = 0; o < 40; o++) {
-        hidden[o] = 0;
-        for (int i = 0; i < 10; i++) hidden[o] += in[o * 10 + i] * x[i];
-    }
-    CALL(world, fsdp_post_forward(t.unit[0]));
-    CALL(world, fsdp_pre_backward(t.unit[0]));
-    const float *out = (const float *)fsdp_data(t.unit[0], 1);
-    float *din = (float *)fsdp_grad(t.unit[0], 0), *dout = (float *)fsdp_grad(t.unit[0], 1);
-    for (int o = 0; o < 10; o++)
-        for (int k = 0; k < 40; k++) {
-            dout[o * 40 + k] += hidden[k];
-            for (int i = 0; i < 10; i++) din[k * 10 + i] += out[o * 40 + k] * x[i];
-        }
-    CALL(world, fsdp_post_backward(t.unit[0]));
-    CALL(world, fsdp_finalize_backward(t.model));
+    toy_step(&t);
     CHECK_EQ_INT(h.calls, 1);
-    CALL(world, fsdp_param_view_get(t.unit[0], 1, &v));
-    CHECK(v.local_shape[0] == 5 && v.local_shape[1] == 40);
-    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 22.5, 0);
-    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
-    CHECK(v.local_shape[0] == 20 && v.local_shape[1] == 10);
-    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 10 * (k % 10), 0);
 }
-/* PyTorch: test_fully_shard_init.py test_custom_hsdp_all_reduce_hook. Done: inputs differ per rank
-   (PyTorch: weights per replica); the hook sums and halves (PyTorch: AVG). */
+/* PyTorch: test_fully_shard_init.py test_custom_hsdp_all_reduce_hook. Done: gradients differ per
+   rank (PyTorch: weights per replica); the hook sums and halves (PyTorch: AVG). */
 TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_worlds(4, hsdp_hook); }
 
 /* ---- state ----------------------------------------------------------------------------------- */
@@ -1405,102 +1077,6 @@ static void states(fsdp_world *world) {
 /* PyTorch: test_fully_shard_state.py test_fully_shard_state. Done: each unit has its own state. */
 TEST(fully_shard_state, state) { on_worlds(2, states); }
 
-/* ---- parameters that others look after ------------------------------------------------------- */
-
-enum { WIDTH = 8 };
-
-/* y = f(W x), f(z) = z / (1 + |z|); and backward. */
-static void layer(const float *w, const float *x, float *z, float *y) {
-    for (int o = 0; o < WIDTH; o++) {
-        z[o] = 0;
-        for (int i = 0; i < WIDTH; i++) z[o] += w[o * WIDTH + i] * x[i];
-        y[o] = z[o] / (1 + (z[o] < 0 ? -z[o] : z[o]));
-    }
-}
-static void layer_back(const float *w, const float *x, const float *z, const float *dy, float *dw,
-                       float *dx) {
-    memset(dx, 0, WIDTH * sizeof *dx);
-    for (int o = 0; o < WIDTH; o++) {
-        float d = 1 + (z[o] < 0 ? -z[o] : z[o]), dz = dy[o] / (d * d);
-        for (int i = 0; i < WIDTH; i++) {
-            dw[o * WIDTH + i] += dz * x[i];
-            dx[i] += dz * w[o * WIDTH + i];
-        }
-    }
-}
-
-static void descend(float *w, const float *g, int64_t count) {
-    for (int64_t k = 0; k < count; k++) w[k] -= 0.1f * g[k];
-}
-
-/* The mean over the ranks, as DDP makes it. */
-static void ddp(fsdp_world *world, float *grad, int64_t count) {
-    CALL(world, fsdp_all_reduce(world, NULL, grad, count, FSDP_F32, FSDP_SUM));
-    for (int64_t k = 0; k < count; k++) grad[k] /= (float)fsdp_world_size(world);
-}
-
-/* C, B, A: C and A are replicated and belong to the trainer, B is a unit that stays open around C, as
-   C lies inside of upstream's B; beside them the same three layers all replicated. Three steps:
-   equal losses, equal parameters. */
-static void ddp_fsdp_ddp(fsdp_world *world) {
-    enum { SQUARE = WIDTH * WIDTH };
-    float w[2][3][SQUARE], loss[2], full[SQUARE];
-    fsdp_param_desc p[1] = {fsdp_mat("b", WIDTH, WIDTH)};
-    fsdp_param_view v;
-    toy t;
-    for (int e = 0; e < 3 * SQUARE; e++)
-        w[0][e / SQUARE][e % SQUARE] = w[1][e / SQUARE][e % SQUARE] = (float)toy_start(1, 0, e) / 8;
-    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 1);
-    CALL(world, fsdp_param_load(t.unit[0], 0, w[0][1]));
-    for (int step = 0; step < 3; step++) {
-        for (int ref = 0; ref < 2; ref++) {
-            float x[4][WIDTH], z[3][WIDTH], d[4][WIDTH], g[3][SQUARE];
-            memset(g, 0, sizeof g);
-            for (int i = 0; i < WIDTH; i++) x[0][i] = (float)toy_slope(t.place, step, 2, 0, i) / 8;
-            for (int l = 0; l < 3; l++) {
-                if (!ref && l == 0) CALL(world, fsdp_pre_forward(t.unit[0]));
-                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
-                                                 : w[ref][l];
-                layer(at, x[l], z[l], x[l + 1]);
-                if (!ref && l == 1) CALL(world, fsdp_post_forward(t.unit[0]));
-            }
-            loss[ref] = 0;
-            for (int i = 0; i < WIDTH; i++) loss[ref] += x[3][i], d[3][i] = 1;
-            for (int l = 2; l >= 0; l--) {
-                if (!ref && l == 1) CALL(world, fsdp_pre_backward(t.unit[0]));
-                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
-                                                 : w[ref][l];
-                float *to = !ref && l == 1 ? (float *)fsdp_grad(t.unit[0], 0) : g[l];
-                layer_back(at, x[l], z[l], d[l + 1], to, d[l]);
-                if (!ref && l == 0) CALL(world, fsdp_post_backward(t.unit[0]));
-                if (!ref && l == 1) continue;
-                ddp(world, g[l], SQUARE);
-                descend(w[ref][l], g[l], SQUARE);
-            }
-            if (!ref) {
-                CALL(world, fsdp_finalize_backward(t.model));
-                CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
-                descend((float *)v.shard, (const float *)v.shard_grad, v.numel);
-                CALL(world, fsdp_params_changed(t.model));
-                CALL(world, fsdp_zero_grad(t.model));
-            }
-        }
-        CHECK_NEAR(loss[0], loss[1], 1e-6);
-        CALL(world, fsdp_param_full(t.unit[0], 0, full));
-        for (int e = 0; e < SQUARE; e++) {
-            CHECK_NEAR(full[e], w[1][1][e], 1e-6);
-            CHECK_NEAR(w[0][0][e], w[1][0][e], 1e-6);
-            CHECK_NEAR(w[0][2][e], w[1][2][e], 1e-6);
-        }
-    }
-    CHECK_EQ_INT(fsdp_num_params(t.model), 1);
-}
-/* PyTorch: test_fully_shard_ignore_params.py test_ddp_A_fsdp_B_ddp_C. Done: A and C belong to the
-   trainer, B is a unit that is open around C. Plain descent (PyTorch: Adam), one unit (PyTorch:
-   two). PyTorch also compares which names FSDP and DDP manage; here the model has one parameter. */
-TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_worlds(2, ddp_fsdp_ddp); }
-
 /* ---- what a checkpoint reads and writes ------------------------------------------------------ */
 
 /* All views of a model are its state dict: names, and shards that alias the parameters. */
@@ -1527,105 +1103,6 @@ static void same_dict(const dict *a, const dict *b) {
         CHECK_EQ_MEM(a->at[k].local_shape, b->at[k].local_shape, sizeof a->at[k].local_shape);
     }
 }
-
-/* Saved, read again after a forward that left parameters gathered, overwritten on every rank with a
-   number of its own, and loaded: the pointers stay, for uneven and empty shards too. */
-static void save_load(toy *t) {
-    fsdp_world *world = t->world;
-    dict first, now;
-    float *saved[MAX_KEYS];
-    double mine = 42 + fsdp_rank(world);
-    dict_of(t, &first);
-    for (int k = 0; k < first.count; k++) {
-        const fsdp_param_view *v = &first.at[k];
-        CHECK_EQ_INT(v->numel == 0, v->local_shape[v->shard_dim] == 0);
-        saved[k] = (float *)lab_zeros((size_t)lab_full_numel(v), sizeof(float));
-        CALL(world, fsdp_param_full(v->unit, v->index, saved[k]));
-    }
-    CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
-    for (int u = 0; u < t->count; u++) {
-        lab_forward(world, t->unit[u]);
-        CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
-    }
-    for (int round = 0; round < 3; round++) { /* gathered; overwritten; loaded */
-        if (round == 1) {
-            CALL(world, fsdp_model_reset(t->model));
-            CALL(world, fsdp_init_params(t->model, fill_const, &mine));
-        }
-        for (int k = 0; round == 2 && k < first.count; k++)
-            CALL(world, fsdp_param_load(first.at[k].unit, first.at[k].index, saved[k]));
-        dict_of(t, &now);
-        same_dict(&first, &now);
-        for (int k = 0; k < now.count; k++)
-            for (int64_t e = 0; e < now.at[k].numel; e++) {
-                float want = round == 1 ? (float)mine : saved[k][fsdp_view_index(&now.at[k], e)];
-                CHECK_NEAR(((const float *)now.at[k].shard)[e], want, 0);
-            }
-    }
-    for (int k = 0; k < first.count; k++) free(saved[k]);
-}
-
-/* An MLP; an MLP and a linear in one unit; an MLP. The widest dims are sharded along the larger one. */
-static void dp_save_load(fsdp_world *world, const void *arg) {
-    static const int dims[] = {2, 3, 4, 5, 16};
-    int size = fsdp_world_size(world);
-    fsdp_mesh *mesh = arg ? mesh_of(world, size / 2, 2, 0, hsdp_names) : NULL;
-    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
-        fsdp_model_desc md = FSDP_ZERO;
-        toy t;
-        md.mesh = mesh;
-        toy_begin(&t, world, &md, size, fsdp_rank(world));
-        for (int u = 0; u < 3; u++) {
-            fsdp_param_desc p[6];
-            int count = mlp(p, dims[n], 4);
-            if (u == 1)
-                p[4] = fsdp_mat("weight", dims[n], dims[n]), p[5] = fsdp_vec("bias", dims[n]);
-            if (u == 1) count = 6;
-            for (int i = 0; dims[n] == 16 && i < count; i++)
-                p[i].shard_dim = p[i].ndim == 2 && p[i].shape[1] > p[i].shape[0];
-            toy_unit(&t, NULL, p, count);
-        }
-        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-        save_load(&t);
-        toy_step(&t);
-        fsdp_model_destroy(t.model);
-    }
-}
-/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_save_load. Done: views show the shards
-   also while parameters are gathered (PyTorch: state_dict reshards first). */
-TEST(fully_shard_state_dict, dp_save_load) { on_ranks(8, dp_save_load, NULL); }
-/* PyTorch: test_fully_shard_state_dict.py test_dp_state_dict_save_load. Done: the second half of
-   PyTorch's test. */
-TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(8, dp_save_load, "HSDP"); }
-
-static void tp_save_load(fsdp_world *world, const void *arg) {
-    static const int dims[] = {4, 5, 6, 8, 10};
-    int hsdp = arg != NULL;
-    fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 2, hsdp_tp_names)
-                           : mesh_of(world, 2, 4, 0, tp_names);
-    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
-        int dim = dims[n];
-        tp_param params[4] = {{"in_proj.weight", 4, 0, 0, 0},
-                              {"in_proj.bias", 4, 0, 0, 0},
-                              {"out_proj.weight", 0, 4, 1, 0},
-                              {"out_proj.bias", 0, 0, -1, 0}};
-        tp_model m;
-        params[0].rows = params[1].rows = params[2].cols = 4 * dim;
-        params[0].cols = params[2].rows = params[3].rows = dim;
-        tp_build(&m, world, mesh, params, 4);
-        tp_check(&m, 0);
-        save_load(&m.toy);
-        tp_check(&m, 0);
-        toy_step(&m.toy);
-        fsdp_model_destroy(m.toy.model);
-    }
-}
-/* PyTorch: test_fully_shard_state_dict.py test_dp_tp_state_dict_save_load. Done: one MLP (PyTorch:
-   three); each rank loads its tensor-parallel part (PyTorch: DTensors). */
-TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
-/* PyTorch: test_fully_shard_state_dict.py test_hsdp_tp_state_dict_save_load. Done: as tp_save_load.
-   */
-TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
 
 /* Views that are kept show the parameters as they are after later steps. */
 static void cached_dict(fsdp_world *world) {
@@ -1685,56 +1162,6 @@ static void offloaded_dict(fsdp_world *world) {
    fully_shard_memory.training_memory counts pinned bytes. You cannot load from another device,
    which PyTorch refuses; no parameter is without data. */
 TEST(fully_shard_state_dict, cpu_offload) { on_worlds(4, offloaded_dict); }
-
-/* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
-static void correct_2d(fsdp_world *world) {
-    static const tp_param params[] = {{"in_proj.weight", 16, 4, 0, 0},
-                                      {"in_proj.bias", 16, 0, 0, 0},
-                                      {"out_proj.weight", 4, 16, 1, 0},
-                                      {"out_proj.bias", 4, 0, -1, 0}};
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_param_view v = FSDP_ZERO;
-    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, tp_names);
-    tp_model m;
-    float full[20 * 5];
-    toy t;
-    md.mesh = mesh_of(world, 2, 4, 0, hsdp_names);
-    toy_mlps(&t, world, &md, 8, fsdp_rank(world), 2, 5);
-    for (int step = 0; step < 2; step++) toy_step(&t);
-    while (fsdp_next_param(t.model, &v)) {
-        CALL(world, fsdp_param_full(v.unit, v.index, full));
-        for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
-    }
-    tp_build(&m, world, mesh, params, 4);
-    tp_check(&m, 0);
-    tp_whole(&m, lab_slice(world, mesh, 1));
-}
-/* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: HSDP, and (dp,
-   tp), where the test adds up the tp parts. The core has no call that gathers over both dims, as a
-   DTensor's does. */
-TEST(fully_shard_state_dict, 2d_correctness) { on_worlds(8, correct_2d); }
-
-/* Rank 0 alone keeps the whole tensors. */
-static void rank0_full(fsdp_world *world) {
-    fsdp_model_desc md = FSDP_ZERO;
-    fsdp_param_view v = FSDP_ZERO;
-    float full[20 * 5];
-    toy t;
-    md.cpu_offload = 1;
-    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
-    for (int step = 0; step < 2; step++) toy_step(&t);
-    while (fsdp_next_param(t.model, &v)) {
-        memset(full, 0, sizeof full);
-        CALL(world, fsdp_param_full(v.unit, v.index, fsdp_rank(world) ? NULL : full));
-        for (int64_t e = 0; fsdp_rank(world) == 0 && e < lab_full_numel(&v); e++)
-            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
-    }
-    toy_step(&t);
-}
-/* PyTorch: test_fully_shard_state_dict.py test_rank0_offload_full_state_dict. Done: two MLPs with
-   offload, after two steps (PyTorch: a transformer without offload, before any). */
-TEST(fully_shard_state_dict, rank0_offload_full) { on_worlds(4, rank0_full); }
 
 /* ---- extensions of the all-gather ------------------------------------------------------------ */
 
@@ -1954,7 +1381,7 @@ static void ext_hsdp_mesh(fsdp_world *world) {
     fsdp_model_desc md = FSDP_ZERO;
     int32_t ranks[4];
     toy t;
-    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, hsdp_names);
+    fsdp_mesh *mesh = lab_hsdp(world, 2, 4);
     md.mesh = mesh;
     ext_build(&t, world, &md, 8, fsdp_rank(world), x, HALVES, 3, 8);
     for (int k = 0; k < 6; k++) x[k].tags = 4;
@@ -1968,7 +1395,7 @@ TEST(fully_shard_extensions, hsdp_mesh) { on_worlds(8, ext_hsdp_mesh); }
 
 /* HSDP, with delays in every hook, with and without offload, ten steps. */
 static void ext_hsdp(fsdp_world *world) {
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    fsdp_mesh *mesh = lab_hsdp(world, 2, 2);
     for (int offload = 0; offload < 2; offload++) {
         ext x[4];
         fsdp_model_desc md = FSDP_ZERO;

@@ -327,6 +327,75 @@ TEST(fully_shard_autograd, unused_forward_module) {
     }
 }
 
+/* An optimizer in backward: hooks update the shards, each once in a reduction of its unit, after
+   everything else of the unit. One parameter is used by nothing, and one is frozen. */
+typedef struct {
+    int calls[FS_UNITS][FS_PARAMS], expected[FS_UNITS][FS_PARAMS];
+} hook_calls;
+static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
+    const fs_run *x = (const fs_run *)user;
+    lib_wait(stream);
+    ((hook_calls *)x->own)->calls[fs_view_unit(v)][fs_view_param(v)]++;
+    CHECK(v->shard_grad != NULL && v->requires_grad && v->grad_dtype == FSDP_F32);
+    CHECK(v->unit == x->unit[fs_view_unit(v)] && v->index == fs_view_param(v));
+    fs_update_shard(x, v);
+    return FSDP_OK;
+}
+static void hooks_that_step(fs_run *x) {
+    x->own = lab_zeros(1, sizeof(hook_calls));
+    for (int u = 0; u < x->net->count; u++)
+        for (int p = 0; p < x->net->units[u].count; p++)
+            CALL(x->world, fsdp_set_post_accumulate_hook(x->unit[u], p, step_in_backward, x));
+    fs_watch(x);
+}
+static void sync_in_the_last(fs_run *x, int it, int m) {
+    (void)it;
+    fs_set_sync(x, -1, m == x->c->micros - 1);
+}
+static void hooks_have_stepped(fs_run *x, int it, int m) {
+    hook_calls *h = (hook_calls *)x->own;
+    if (m < x->c->micros - 1) return;
+    for (int u = 0; u < x->net->count; u++) {
+        const int n = lab_next_op(&x->log, 0, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK, x->unit[u]);
+        for (int p = 0; p < FS_PARAMS; p++) h->expected[u][p] += x->story->has[it][m][u][p];
+        W_CHECK(n >= 0 && lab_next_op(&x->log, n, -1, FSDP_LABEL_REDUCE, x->unit[u]) < 0 &&
+                    lab_next_op(&x->log, n, -1, FSDP_LABEL_RED_OUT, x->unit[u]) < 0,
+                "unit %d: the hook comes too early", u);
+        const fsdp_op *o = &x->log.ops[n]; /* others wait for it by the blocks that it names */
+        CHECK(o->src && o->src_ptr == fsdp_buf_ptr(o->src) && o->dst);
+        CHECK(o->dst_ptr == fsdp_buf_ptr(o->dst) && o->dst != o->src);
+        if (x->size == 1 && x->c->micros == 1) /* the caller has written what the hook sees */
+            CHECK_EQ_INT(o->stream, FSDP_STREAM_COMPUTE);
+    }
+    CHECK_EQ_MEM(h->calls, h->expected, sizeof h->calls);
+    for (int k = 0; k < x->log.num; k++) /* an op that divides says by what */
+        if (x->log.ops[k].share != 0) CHECK(x->log.ops[k].factor == x->size);
+    x->log.num = 0;
+}
+static void hooks_end(fs_run *x, int it) {
+    if (it + 1 < x->c->iters) return;
+    free(x->own);
+    x->own = NULL;
+}
+/* PyTorch: test_fully_shard_autograd.py test_post_acc_grad_hook_runs,
+   test_post_acc_grad_hook_optim_parity. Done: once per reduction, not for a parameter without a
+   gradient. SGD (PyTorch: AdamW with a schedule). */
+TEST(hooks, optimizer_in_backward, GLOO | NCCL | AT_NIGHT(TSAN)) {
+    static const int ranks[][2] = {{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 1}, {2, 2}};
+    static fs_net net;
+    mlps(&net, 7);
+    fs_param_add(&net, 1, 5, 0, 0); /* in no layer */
+    net.units[2].params[1].frozen = 1;
+    for (size_t k = 0; k < 2 * COUNT(ranks); k++) {
+        fs_conf c = fs_conf_of(&net, ranks[k / 2][0], ranks[k / 2][1]);
+        c.sgd = c.in_backward = 1, c.zero_in_place = 0, c.iters = 5;
+        c.micros = 1 + k % 2, c.before = sync_in_the_last;
+        c.build = hooks_that_step, c.after = hooks_have_stepped, c.end = hooks_end;
+        c.direct_min = k % 3 ? 1 : 0, c.lanes = (int)(k / 2 % 3);
+        fs_train(&c);
+    }
+}
+
 /* ---- clipping -------------------------------------------------------------------------------- */
 
 /* Every gradient is what it was, times the bound over the norm. (Adam would not tell.) */

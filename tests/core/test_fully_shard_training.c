@@ -1133,6 +1133,48 @@ static void hsdp(int all) {
 TEST(fully_shard_training, train_parity_hsdp, SLOW) { hsdp(0); }
 TEST(long_fully_shard_training, train_parity_hsdp, NIGHT) { hsdp(1); }
 
+/* A and C replicate, B shards, and is open around A, as PyTorch's B is around C. */
+enum { DDP_A, FSDP_B, DDP_C };
+static double b_around_a(fs_run *x, int it, int m) {
+    fs_tape *t = &x->tape[0];
+    (void)it, (void)m;
+    fs_feed(x, t);
+    fs_pre_forward(x, FSDP_B);
+    module_forward(x, t, DDP_A, FSDP_B);
+    fs_layers_forward(x, t, FSDP_B, FSDP_B, DDP_C);
+    fs_post_forward(x, FSDP_B);
+    module_forward(x, t, DDP_C, DDP_C + 1);
+    double loss = fs_loss(x, t, 1);
+    module_backward(x, t, DDP_C, DDP_C + 1);
+    fs_pre_backward(x, FSDP_B);
+    fs_layers_backward(x, t, FSDP_B, DDP_C);
+    module_backward(x, t, DDP_A, FSDP_B);
+    fs_post_backward(x, FSDP_B);
+    return loss;
+}
+static void two_replicate(fs_run *x) {
+    const int32_t size = x->size;
+    fsdp_mesh_info ddp;
+    x->other = lab_mesh(x->world, 1, &size, NULL, NULL);
+    CALL(x->world, fsdp_mesh_info_init(x->other, FSDP_MESH_INFO_DDP, -1, 0, &ddp));
+    for (int u = DDP_A; u <= DDP_C; u++) fs_make_unit_on(x, u, NULL, u == FSDP_B ? NULL : &ddp);
+    for (int u = DDP_A; u <= DDP_C; u++) {
+        const fsdp_param_view v = lab_view(x->world, x->unit[u], 0);
+        CHECK_EQ_INT(v.numel, lab_full_numel(&v) / (u == FSDP_B ? size : 1));
+    }
+}
+/* PyTorch: test_fully_shard_ignore_params.py test_ddp_A_fsdp_B_ddp_C. Done: A and C are units that
+   replicate (PyTorch: modules of DDP, whose parameters FSDP ignores). */
+TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) {
+    static const char *const names[] = {"A", "B", "C"};
+    static fs_net net;
+    fs_net_begin(&net, 4, 8);
+    for (int u = DDP_A; u <= DDP_C; u++) fs_linear(&net, fs_unit_add(&net, names[u]), 8, 8);
+    fs_conf c = fs_conf_of(&net, 1, 2);
+    c.make = two_replicate, c.micro = b_around_a;
+    fs_train(&c);
+}
+
 /* PyTorch: test_fully_shard_training.py test_register_fsdp_forward_method. Not applicable: there is
    no forward: hooks are calls that any function may make. The test uses the first half of a unit.
    */

@@ -12,83 +12,41 @@
    ranks. */
 enum { THREADS_MAX = 16, PLAYED_MAX = 512 };
 
-/* ---- a comm that only notes its groups ------------------------------------------------------- */
+/* ---- a backend without other ranks, whose groups are noted ----------------------------------- */
 
 typedef struct split {
     int color, index, size, lane;
     int32_t *ranks;
 } split;
 
-typedef struct fake {
-    int rank, count;
+typedef struct fake { /* of one rank */
+    int count;
     split *splits;
 } fake;
+static fake *notes; /* of the rank that this process plays now */
 
-/* A comm of this backend is its world, for each group. */
-static fake *fake_of(fsdp_comm *comm) { return (fake *)(void *)comm; }
-
-static fsdp_status fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
-    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
-                  1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
-    caps->comm_threads = 1;
-    *world = (fsdp_comm *)boot->user;
-    return FSDP_OK;
-}
 static fsdp_status fake_split(fsdp_comm *parent, const fsdp_group *g, fsdp_comm **out) {
-    fake *f = fake_of(parent);
+    fake *f = notes;
     f->splits = (split *)realloc(f->splits, sizeof *f->splits * (size_t)(f->count + 1));
     CHECK(f->splits != NULL);
     split *s = &f->splits[f->count++];
     s->color = g->color, s->index = g->index, s->size = g->size, s->lane = g->stream;
-    s->ranks = NULL;
-    *out = g->color < 0 ? NULL : parent;
-    if (g->color < 0) return FSDP_OK;
-    s->ranks = (int32_t *)malloc(sizeof *s->ranks * (size_t)g->size);
-    CHECK(s->ranks != NULL);
-    for (int i = 0; i < g->size; i++) s->ranks[i] = g->ranks[i];
-    return FSDP_OK;
+    s->ranks = g->color < 0 ? NULL : (int32_t *)lab_zeros((size_t)g->size, sizeof *s->ranks);
+    for (int i = 0; s->ranks && i < g->size; i++) s->ranks[i] = g->ranks[i];
+    return fsdp_fake_comm_ops()->split(parent, g, out);
 }
-static void fake_close(fsdp_comm *comm) { (void)comm; }
-static fsdp_status fake_run(fsdp_comm *comm, const fsdp_coll *coll) {
-    (void)comm, (void)coll;
-    return FSDP_OK;
+static void fake_use(fake *f, fsdp_world_desc *d) {
+    static fsdp_comm_ops ops;
+    ops = *fsdp_fake_comm_ops();
+    ops.split = fake_split;
+    d->comm_ops = &ops;
+    memset(f, 0, sizeof *f);
+    notes = f;
 }
-static fsdp_status fake_alloc(fsdp_comm *world, size_t size, void **ptr) {
-    (void)world;
-    *ptr = calloc(1, size + 64);
-    return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
-}
-static void fake_free(fsdp_comm *world, void *ptr, size_t size) {
-    (void)world, (void)size;
-    free(ptr);
-}
-static const char *fake_error(fsdp_comm *comm) {
-    (void)comm;
-    return "the fake comm does not fail";
-}
-static void fake_abort(fsdp_comm *world, fsdp_status status, const char *why) {
-    (void)world, (void)status, (void)why;
-}
-static const fsdp_comm_ops fake_ops = {FSDP_COMM_VERSION,
-                                       sizeof(fsdp_comm_ops),
-                                       "fake",
-                                       fake_open,
-                                       fake_split,
-                                       fake_close,
-                                       fake_run,
-                                       fake_alloc,
-                                       fake_free,
-                                       fake_error,
-                                       fake_abort,
-                                       NULL};
-
 static fsdp_world *fake_world(fake *f, int rank, int size) {
     fsdp_world *w;
     fsdp_world_desc d = w_desc(rank, size, NULL, "fake", 0);
-    memset(f, 0, sizeof *f);
-    f->rank = rank;
-    d.comm_ops = &fake_ops;
-    d.user = f;
+    fake_use(f, &d);
     CALL(NULL, fsdp_init(&d, &w));
     return w;
 }
@@ -764,7 +722,7 @@ TEST(mesh, refused) {
     fsdp_mesh *away = make(w, 1, &one, NULL, 1), *foreign = make(other, 3, shape, NULL, 1);
     fsdp_mesh_desc d = FSDP_ZERO;
     double x = 0;
-    const int before = f.count;
+    const int before = f.count + g.count;
     d.ndim = 2;
     memcpy(d.shape, over, sizeof over);
     REFUSED(w, fsdp_mesh_create(w, &d, &out), "12"); /* more positions than ranks */
@@ -802,7 +760,7 @@ TEST(mesh, refused) {
     REFUSED(w, fsdp_all_reduce(w, foreign, &x, 1, FSDP_F64, FSDP_SUM), "of this world");
     REFUSED(w, fsdp_broadcast(w, foreign, &x, 8, 0), "of this world");
     REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 12), "0..11");
-    CHECK_EQ_INT(f.count, before); /* no call reached the backend */
+    CHECK_EQ_INT(f.count + g.count, before); /* no call reached the backend */
     CHECK(fsdp_mesh_rank(mesh, 1) == 2 && fsdp_mesh_ranks(NULL, 0, NULL) == -1);
     CALL(NULL, fsdp_shutdown(w));
     CALL(NULL, fsdp_shutdown(other));
@@ -822,17 +780,13 @@ TEST(mesh, eight_dims_cannot_be_split) {
 }
 
 TEST(mesh, refused_by_models) {
-    static const int32_t square[2] = {2, 2}, cube[3] = {2, 1, 2}, some[2] = {0, 3};
+    static const int32_t square[2] = {2, 2}, some[2] = {0, 3};
     fake f, g;
     fsdp_world *w = fake_world(&f, 1, 4), *other = fake_world(&g, 1, 4);
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh_info info;
     fsdp_model *m;
     fsdp_unit *u;
-    md.mesh = make(w, 3, cube, NULL, 1);
-    REFUSED(w, fsdp_model_create(w, &md, &m), "3-D");
-    md.mesh = make(w, 2, square, NULL, 0);
-    REFUSED(w, fsdp_model_create(w, &md, &m), "name");
     md.mesh = make(w, 1, square, some, 1);
     REFUSED(w, fsdp_model_create(w, &md, &m), "outside");
     md.mesh = make(other, 2, square, NULL, 1);
@@ -851,10 +805,6 @@ TEST(mesh, refused_by_models) {
     fsdp_unit_desc ud = FSDP_ZERO;
     ud.params = &p;
     ud.num_params = 1;
-    ud.mesh = make(w, 3, cube, NULL, 1);
-    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "3-D");
-    ud.mesh = make(w, 2, square, NULL, 0);
-    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "name");
     ud.mesh = make(w, 1, square, some, 1);
     REFUSED(w, fsdp_fully_shard(m, &ud, &u), "outside");
     CHECK_EQ_INT(fsdp_num_units(m), 0);
@@ -876,9 +826,7 @@ static int fails_at(int size, int what, int n) {
     fsdp_mesh_desc d = FSDP_ZERO;
     fsdp_world_desc wd = w_desc(size - 1, size, NULL, "memory", 0);
     w_heap_use(&heap, &wd);
-    memset(&f, 0, sizeof f);
-    wd.comm_ops = &fake_ops;
-    wd.user = &f;
+    fake_use(&f, &wd);
     CALL(NULL, fsdp_init(&wd, &w));
     fsdp_mesh *mesh = make(w, 2, shape, NULL, 1), *line, *out = mesh;
     CALL(w, fsdp_mesh_slice(mesh, dims, 1, &line));

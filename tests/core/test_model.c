@@ -14,6 +14,7 @@
 #include <math.h> /* HUGE_VAL */
 #include "lab.h"
 #include "sim.h"
+#include "transitions.h"
 
 enum { MAX_UNITS = 5, MAX_PARAMS = 4, MAX_LIST = 3, MAX_CLASSES = 64, MAX_COLLS = 64 };
 enum { MAX_ORDER = 64 * MAX_UNITS }; /* the order of forwards is bounded */
@@ -126,31 +127,6 @@ static void random_net(uint64_t *seed, net *n, int mode) {
 }
 
 /* ---- the model ------------------------------------------------------------------------------- */
-
-/* The next training state of a unit after each call: '.' the call is impossible, '=' the state
-   stays. Four groups of four columns, one per state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD.
-   In a group: outside backward without and with a forward that waits for its backward, then
-   inside backward without and with one. */
-static const char *const cells[FSDP_CALL_COUNT] = {
-    [FSDP_CALL_PRE_FORWARD] = "FF.FFF....==...F",
-    [FSDP_CALL_POST_FORWARD] = "....IIII..==....",
-    [FSDP_CALL_PRE_BACKWARD] = ".P.P......==.P.P",
-    [FSDP_CALL_POST_BACKWARD] = "..........BB....",
-    [FSDP_CALL_UNSHARD] = "================",
-    [FSDP_CALL_WAIT] = "================",
-    [FSDP_CALL_RESHARD] = "====........====",
-    [FSDP_CALL_FINALIZE] = "IIII....IIIIIIII",
-    [FSDP_CALL_DATA] = "================",
-    [FSDP_CALL_GRAD] = "..........==....",
-    [FSDP_CALL_PARAMS_CHANGED] = "==..............",
-    [FSDP_CALL_LOAD] = "==..............",
-    [FSDP_CALL_FULL] = "==..............",
-    [FSDP_CALL_ZERO_GRAD] = "==..............",
-    [FSDP_CALL_CLIP] = "==..............",
-    [FSDP_CALL_REQUIRES_GRAD] = "==..............",
-    [FSDP_CALL_SET] = "====........====",
-    [FSDP_CALL_RESET] = "IIIIIIIIIIIIIIII",
-};
 
 typedef struct {
     int state, storage, stale, due;
@@ -571,7 +547,7 @@ static void reduce(model *m, int i, int fresh) {
 
 static char cell_of(const model *m, int i, int call) {
     const unit_model *u = &m->units[i];
-    return cells[call][4 * u->state + 2 * m->backward + (u->due > 0)];
+    return documented[call].cells[4 * u->state + 2 * m->backward + (u->due > 0)];
 }
 
 /* Returns 1 if the call is possible: for unit i, or for all units if i < 0. Some calls require
@@ -629,7 +605,7 @@ static void call_hook(model *m, int i, int call) {
         reshard_backward(m, i);
         reduce(m, i, 1);
     }
-    if (next != '=') u->state = (int)(strchr("IFPB", next) - "IFPB");
+    if (next != '=') u->state = (int)(strchr(state_letters, next) - state_letters);
 }
 
 static void finalize(model *m) {
@@ -707,7 +683,7 @@ typedef struct {
     fsdp_model *model;
     fsdp_unit *units[MAX_UNITS];
     const void *readable[MAX_UNITS]; /* address that the unit's callback has got; NULL: none now */
-    fsdp_op colls[MAX_COLLS]; /* ops of the latest call */
+    fsdp_op colls[MAX_COLLS];        /* ops of the latest call */
     int num_colls;
     int copies_in, slices, sums_seen, grads_seen; /* latest call, too */
     int shards_read;                              /* a gather was issued since finalize */
@@ -1175,45 +1151,33 @@ static void describe(bed *b) {
 
 /* -- setters -- */
 
-static fsdp_status set_library(bed *b, int i, int what, int on, int mode, double factor) {
-    fsdp_unit *u = i < 0 ? NULL : b->units[i];
-    switch (what) {
-    case 0: return fsdp_set_requires_gradient_sync(b->model, u, on);
-    case 1: return fsdp_set_requires_all_reduce(b->model, u, on);
-    case 2: return fsdp_set_reshard_after_forward(b->model, u, mode);
-    case 3: return fsdp_set_reshard_after_backward(b->model, u, on);
-    case 4: return fsdp_set_unshard_in_backward(b->model, u, on);
-    case 5: return fsdp_set_gradient_divide_factor(b->model, u, factor);
-    default: return fsdp_set_reduce_scatter_unused_params(b->model, u, on);
-    }
-}
-
 static void set_policy(bed *b, int i) {
-    static const char *const names[] = {"requires_gradient_sync",      "requires_all_reduce",
-                                        "reshard_after_forward",       "reshard_after_backward",
-                                        "unshard_in_backward",         "gradient_divide_factor",
-                                        "reduce_scatter_unused_params"};
-    int what = lab_pick(&b->at, b->n.lanes ? 6 : 7), on = !one_in(&b->at, 3),
-        mode = one_in(&b->at, 2) ? ALWAYS : NEVER;
-    double factor = lab_pick(&b->at, 3);
+    enum { FACTOR = LAB_SETTERS };
+    int what = lab_pick(&b->at, LAB_SETTERS + 1), on = !one_in(&b->at, 3);
+    const int mode = one_in(&b->at, 2) ? ALWAYS : NEVER, value = what == LAB_RAF ? mode : on;
+    const double factor = lab_pick(&b->at, 3);
+    fsdp_unit *target = i < 0 ? NULL : b->units[i];
     fsdp_counters before = counters_of(b);
-    begin(b, "set_%s of unit %d: %g", names[what], i,
-          what == 2   ? mode
-          : what == 5 ? factor
-                      : (double)on);
+    if (b->n.lanes && what == LAB_UNUSED) what = FACTOR;
+    begin(b, "%s of unit %d: %g",
+          what == FACTOR ? "set_gradient_divide_factor" : lab_setters[what].name, i,
+          what == FACTOR ? factor : (double)value);
     fsdp_status expected = call_model(&b->m, i, FSDP_CALL_SET);
     for (int k = 0; k < b->n.num_units && !expected; k++) {
         unit_model *u = &b->m.units[k];
         if (i >= 0 && k != i) continue;
-        if (what == 0) u->sync = u->all_reduce = on;
-        if (what == 1) u->all_reduce = on;
-        if (what == 2) u->reshard = mode;
-        if (what == 3) u->keep_backward = !on;
-        if (what == 4) u->no_unshard = !on;
-        if (what == 5) u->factor = factor;
-        if (what == 6) u->reduce_unused = on;
+        if (what == LAB_SYNC) u->sync = u->all_reduce = on;
+        if (what == LAB_ALL_REDUCE) u->all_reduce = on;
+        if (what == LAB_RAF) u->reshard = mode;
+        if (what == LAB_RAB) u->keep_backward = !on;
+        if (what == LAB_UNSHARD) u->no_unshard = !on;
+        if (what == LAB_UNUSED) u->reduce_unused = on;
+        if (what == FACTOR) u->factor = factor;
     }
-    agree(b, expected, set_library(b, i, what, on, mode, factor), expected ? &before : NULL);
+    agree(b, expected,
+          what == FACTOR ? fsdp_set_gradient_divide_factor(b->model, target, factor)
+                         : lab_setters[what].set(b->model, target, value),
+          expected ? &before : NULL);
 }
 
 static void set_list(bed *b, int i) {

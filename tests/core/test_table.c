@@ -1,6 +1,6 @@
 /* test_table.c - when each call is possible, what it does, and which arguments are refused
-   Every cell of the transition table is tried, and compared with a small model of units that knows nothing
-   of the library's own table. test_model.c makes random calls.
+   Every cell of the transition table is tried, and compared with a small model of units, which follows
+   transitions.h and not the library's own table. test_model.c makes random calls.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -16,40 +16,10 @@ static int is_broken; /* a test has broken a rule, and expects that a check find
 #include "library.c"
 #include "lab.h"
 #include "sim.h"
+#include "transitions.h"
 
-/* ---- the table as the documents have it ------------------------------------------------------ */
+/* ---- names and texts of states ---------------------------------------------------------------- */
 
-/* One group of cells for each training state: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD. Cells of
-   a group: f0 and f+ outside the model's backward, b0 and b+ in it; + means that a forward of the
-   unit is due. '.': impossible; '=': the state stays; I F P B: the next state. */
-/* clang-format off */
-static const struct {
-    const char *name, *cells;
-} documented[FSDP_CALL_COUNT] = {
-    /*                    IDLE    FORWARD PRE     POST
-                          f0f+b0b+                       */
-    {"pre_forward",       "FF.F" "FF.." "..==" "...F"},
-    {"post_forward",      "...." "IIII" "..==" "...."},
-    {"pre_backward",      ".P.P" "...." "..==" ".P.P"},
-    {"post_backward",     "...." "...." "..BB" "...."},
-    {"unshard",           "====" "====" "====" "===="},
-    {"wait",              "====" "====" "====" "===="},
-    {"reshard",           "====" "...." "...." "===="},
-    {"finalize_backward", "IIII" "...." "IIII" "IIII"},
-    {"data",              "====" "====" "====" "===="}, /* and only while UNSHARDED */
-    {"grad",              "...." "...." "..==" "...."},
-    {"params_changed",    "==.." "...." "...." "...."},
-    {"param_load",        "==.." "...." "...." "...."},
-    {"param_full",        "==.." "...." "...." "...."},
-    {"zero_grad",         "==.." "...." "...." "...."},
-    {"clip_grad_norm",    "==.." "...." "...." "...."},
-    {"set_requires_grad", "==.." "...." "...." "...."},
-    {"set_...",           "====" "...." "...." "===="},
-    {"model_reset",       "IIII" "IIII" "IIII" "IIII"},
-    {"extension",         "====" "====" "====" "===="},
-};
-/* clang-format on */
-static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
 static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                             "SHARDED_POST_FORWARD"};
@@ -292,36 +262,8 @@ static fsdp_status do_full_grad(fsdp_unit *u) {
     float full[24];
     return fsdp_param_full_grad(u, WEIGHT, full);
 }
-static fsdp_status do_sync(fsdp_unit *u) { return fsdp_set_requires_gradient_sync(u->model, u, 1); }
-static fsdp_status do_all_sync(fsdp_model *m) {
-    return fsdp_set_requires_gradient_sync(m, NULL, 1);
-}
-static fsdp_status do_forward(fsdp_unit *u) {
-    return fsdp_set_reshard_after_forward(u->model, u, FSDP_RESHARD_ALWAYS);
-}
-static fsdp_status do_all_forward(fsdp_model *m) {
-    return fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_ALWAYS);
-}
-static fsdp_status do_backward(fsdp_unit *u) {
-    return fsdp_set_reshard_after_backward(u->model, u, 1);
-}
-static fsdp_status do_all_backward(fsdp_model *m) {
-    return fsdp_set_reshard_after_backward(m, NULL, 1);
-}
-static fsdp_status do_all_reduce(fsdp_unit *u) {
-    return fsdp_set_requires_all_reduce(u->model, u, 1);
-}
-static fsdp_status do_unshard_in_backward(fsdp_unit *u) {
-    return fsdp_set_unshard_in_backward(u->model, u, 1);
-}
 static fsdp_status do_factor(fsdp_unit *u) {
     return fsdp_set_gradient_divide_factor(u->model, u, 0);
-}
-static fsdp_status do_unused(fsdp_unit *u) {
-    return fsdp_set_reduce_scatter_unused_params(u->model, u, 0);
-}
-static fsdp_status do_all_unused(fsdp_model *m) {
-    return fsdp_set_reduce_scatter_unused_params(m, NULL, 0);
 }
 static fsdp_status do_forward_list(fsdp_unit *u) {
     return fsdp_set_modules_to_forward_prefetch(u, NULL, 0);
@@ -344,14 +286,16 @@ static fsdp_status do_reduce_comm(fsdp_unit *u) {
 }
 static fsdp_status do_requires_grad(fsdp_unit *u) { return fsdp_set_requires_grad(u, STILL, 0); }
 
-/* Every public call that the table knows, in every form. */
-static const struct {
+/* Every public call that the table knows, in every form: these, then lab_setters for a unit, and for
+   all units. */
+typedef struct {
     const char *name;
     int call;
     fsdp_status (*of_unit)(fsdp_unit *);
     fsdp_status (*of_model)(fsdp_model *); /* for all units */
     int one_unit;                          /* of_unit checks only that unit */
-} forms[] = {
+} call_form;
+static const call_form calls[] = {
     {"pre_forward", FSDP_CALL_PRE_FORWARD, fsdp_pre_forward, NULL, 1},
     {"post_forward", FSDP_CALL_POST_FORWARD, fsdp_post_forward, NULL, 1},
     {"pre_backward", FSDP_CALL_PRE_BACKWARD, fsdp_pre_backward, NULL, 1},
@@ -368,17 +312,7 @@ static const struct {
     {"zero_grad", FSDP_CALL_ZERO_GRAD, NULL, fsdp_zero_grad, 0},
     {"clip_grad_norm", FSDP_CALL_CLIP, NULL, do_clip, 0},
     {"attach", FSDP_CALL_FULL, NULL, do_attach, 0},
-    {"set_requires_gradient_sync", FSDP_CALL_SET, do_sync, NULL, 1},
-    {"set_requires_gradient_sync of all", FSDP_CALL_SET, NULL, do_all_sync, 0},
-    {"set_reshard_after_forward", FSDP_CALL_SET, do_forward, NULL, 1},
-    {"set_reshard_after_forward of all", FSDP_CALL_SET, NULL, do_all_forward, 0},
-    {"set_reshard_after_backward", FSDP_CALL_SET, do_backward, NULL, 1},
-    {"set_reshard_after_backward of all", FSDP_CALL_SET, NULL, do_all_backward, 0},
-    {"set_requires_all_reduce", FSDP_CALL_SET, do_all_reduce, NULL, 1},
-    {"set_unshard_in_backward", FSDP_CALL_SET, do_unshard_in_backward, NULL, 1},
     {"set_gradient_divide_factor", FSDP_CALL_SET, do_factor, NULL, 1},
-    {"set_reduce_scatter_unused_params", FSDP_CALL_SET, do_unused, NULL, 1},
-    {"set_reduce_scatter_unused_params of all", FSDP_CALL_SET, NULL, do_all_unused, 0},
     {"set_modules_to_forward_prefetch", FSDP_CALL_SET, do_forward_list, NULL, 1},
     {"set_modules_to_backward_prefetch", FSDP_CALL_SET, do_backward_list, NULL, 1},
     {"set_all_reduce_hook", FSDP_CALL_SET, do_reduce_hook, NULL, 1},
@@ -389,36 +323,48 @@ static const struct {
     {"set_requires_grad", FSDP_CALL_REQUIRES_GRAD, do_requires_grad, NULL, 0},
     {"reset", FSDP_CALL_RESET, NULL, fsdp_model_reset, 0},
 };
-enum { NUM_FORMS = sizeof forms / sizeof *forms };
+enum { NUM_CALLS = sizeof calls / sizeof *calls, NUM_FORMS = NUM_CALLS + 2 * LAB_SETTERS };
+static call_form form_of(int form) {
+    if (form < NUM_CALLS) return calls[form];
+    const int setter = (form - NUM_CALLS) / 2;
+    const call_form f = {lab_setters[setter].name, FSDP_CALL_SET, NULL, NULL, form % 2};
+    return f;
+}
+/* Makes the call; a setter sets its default. */
+static fsdp_status make_call(const bed *b, int form, int at) {
+    const call_form f = form_of(form);
+    const int setter = (form - NUM_CALLS) / 2;
+    if (form < NUM_CALLS) return f.of_unit ? f.of_unit(b->units[at]) : f.of_model(b->model);
+    return lab_setters[setter].set(b->model, f.one_unit ? b->units[at] : NULL,
+                                   setter == LAB_RAF      ? FSDP_RESHARD_ALWAYS
+                                   : setter == LAB_UNUSED ? 0
+                                                          : 1);
+}
 
 /* One call on the library and on the model; `at` is the place of the unit. Compares everything. */
 static void call_both(bed *b, model *m, int form, int at) {
-    int call = forms[form].call, unit = forms[form].one_unit ? at : -1;
+    const char *name = form_of(form).name;
+    int call = form_of(form).call, unit = form_of(form).one_unit ? at : -1;
     int refuses = model_refuses(m, unit, call), logged = b->s.num_logged;
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     model was = *m;
     CHECK_OK(fsdp_model_counters(b->model, &before));
     fsdp_status expected = model_call(m, unit, call);
-    if (!strcmp(forms[form].name, "attach")) m->failed |= expected != FSDP_OK; /* as of hooks */
-    fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at])
-                                          : forms[form].of_model(b->model);
-    CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name,
-              b->units[at]->desc.name, fsdp_status_name(got), fsdp_status_name(expected),
-              fsdp_last_error(b->s.world));
-    bed_compare(b, m, forms[form].name);
+    if (!strcmp(name, "attach")) m->failed |= expected != FSDP_OK; /* as of hooks */
+    fsdp_status got = make_call(b, form, at);
+    CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", name, b->units[at]->desc.name,
+              fsdp_status_name(got), fsdp_status_name(expected), fsdp_last_error(b->s.world));
+    bed_compare(b, m, name);
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is missing. */
-    char start[256], name[64];
+    char start[256];
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
     int is_new = !(u->told >> call & 1); /* logged once in a step */
     CHECK_EQ_INT(b->s.num_logged, logged + is_new);
     if (is_new) CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
-    snprintf(name, sizeof name, "%s",
-             call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
-                                                                          : documented[call].name);
-    if (strstr(name, " of all")) *strstr(name, " of all") = 0;
+    if (call != FSDP_CALL_SET && strcmp(name, "attach") != 0) name = documented[call].name;
     snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' %s: ", b->s.rank, name,
              b->units[refuses]->desc.name, told_as[u->state][2 * was.backward + (u->due > 0)]);
     CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
@@ -746,11 +692,12 @@ static void explore(const setting *set) {
         for (int form = 0; form < NUM_FORMS; form++)
             for (int at = 0; at < 2; at++) {
                 model m = places[i].m;
-                int unit = forms[form].one_unit ? at : -1;
-                if (forms[form].call > FSDP_CALL_PARAMS_CHANGED) continue; /* no new states */
-                if (!strcmp(forms[form].name, "attach")) continue;
-                if (model_refuses(&m, unit, forms[form].call) >= 0) continue;
-                (void)model_call(&m, unit, forms[form].call);
+                const call_form f = form_of(form);
+                int unit = f.one_unit ? at : -1;
+                if (f.call > FSDP_CALL_PARAMS_CHANGED) continue; /* no new states */
+                if (!strcmp(f.name, "attach")) continue;
+                if (model_refuses(&m, unit, f.call) >= 0) continue;
+                (void)model_call(&m, unit, f.call);
                 if (m.units[0].due > 2 || m.units[1].due > 1 || place_known(&m)) continue;
                 CHECK(num_places < MAX_PLACES);
                 places[num_places].m = m;

@@ -67,6 +67,31 @@ TEST(fully_shard_dtensor, dtensor_train_parity, SECONDS(120)) {
     }
 }
 
+/* FSDP shards the dim of the first matrix that tp does not shard, and rows of the second one, 9 of
+   which are uneven. Shards, and tensors gathered over both dims, before and after the steps. */
+/* PyTorch: test_fully_shard_init.py test_shard_dtensor_parameters,
+   test_init_2d_transformer_shard_diff_dim. Done: one MLP (PyTorch: MLPs, a transformer). */
+/* PyTorch: test_fully_shard_init.py test_meta_device_2d_init. Partly: filled by fsdp_init_params,
+   with three steps of Adam. No buffers, and no parameters without data. */
+/* PyTorch: test_fully_shard_state_dict.py test_2d_state_dict_correctness. Partly: (dp, tp) by
+   fsdp_tp_param_full. The rest: state_dict.2d_state_dict_correctness. */
+TEST(fully_shard_dtensor, sharded_by_tp_then_fsdp) {
+    static parallel both = {.name = "fsdp, tp",
+                            .ndim = 2,
+                            .shape = {2, 2},
+                            .replicate = -1,
+                            .names = {"dp", "tp"},
+                            .mlps = 1};
+    static parallel four = {.name = "4 of fsdp, 2 of tp",
+                            .ndim = 2,
+                            .shape = {4, 2},
+                            .replicate = -1,
+                            .names = {"dp", "tp"},
+                            .mlps = 1};
+    tp_train(&both, 9, 3);
+    tp_train(&four, D, 3);
+}
+
 /* PyTorch refuses an int here. */
 /* PyTorch: test_fully_shard_dtensor.py test_validation_reshard_after_forward_int_spmd. Differs:
    reshard_after_forward 2 works, in parity. PyTorch refuses it. */
