@@ -84,10 +84,10 @@ struct CUstream_st {
 };
 
 struct CUevent_st {
-    stub_point point; /* position of the last record */
-    stub_clock clock;
-    uint64_t capture; /* capture of the last record; 0: none */
-    int record;       /* number of the record in that capture */
+    stub_point point;  /* position of the last record */
+    stub_clock *clock; /* its 1 KiB are allocated at the first record: a world makes 2,048 events */
+    uint64_t capture;  /* capture of the last record; 0: none */
+    int record;        /* number of the record in that capture */
     int seen[LANES];
     double issued_ms; /* host time of the last record: the event's time */
 };
@@ -376,7 +376,7 @@ void stub_live_add(int kind, int64_t amount) {
    whether a step comes after an earlier one; they are joined where CUDA orders. Under lock. */
 
 static void join(stub_clock *clock, const stub_clock *with) {
-    if (checks)
+    if (checks && with) /* NULL: of an event that was not recorded */
         for (int i = 0; i <= now->actors; i++)
             if (clock->at[i] < with->at[i]) clock->at[i] = with->at[i];
 }
@@ -1770,9 +1770,16 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     cudaError_t entered = enter("cudaEventDestroy");
     if (!event) return entered ? entered : fails(cudaErrorInvalidResourceHandle);
+    free(event->clock);
     free(event);
     stub_live_add(STUB_EVENTS, -1);
     return entered;
+}
+
+static void note_clock(cudaEvent_t event, const stub_clock *clock) {
+    if (!event->clock) event->clock = (stub_clock *)malloc(sizeof *clock);
+    if (!event->clock) stub_die("out of memory");
+    *event->clock = *clock;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -1789,7 +1796,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     } else if (t) {
         event->capture = 0;
         event->point = submit(s, t, none, NULL, 0, NULL);
-        if (checks) event->clock = t->clock;
+        if (checks) note_clock(event, &t->clock);
     }
     end();
     return fails(error);
@@ -1807,7 +1814,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     if (t && !ignored && (t->capture || event->capture)) {
         error = wait_captured(s, t, event);
     } else if (t && !ignored && event->point.stream) {
-        join(&t->clock, &event->clock);
+        join(&t->clock, event->clock);
         submit(s, t, none, &event->point, 1, NULL);
     }
     end();
@@ -1820,7 +1827,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     while (in_driver) pthread_cond_wait(&left_driver, &lock);
     cudaError_t error = is_done(event->point) ? cudaSuccess : cudaErrorNotReady;
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
-    if (!error) host_knows(s, &event->clock);
+    if (!error) host_knows(s, event->clock);
     end();
     return fails(error);
 }
@@ -1838,7 +1845,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     stub_point p = event->point; /* a copy: the event may be recorded again */
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
     if (!error) wait_done(p);
-    if (!error) host_knows(s, &event->clock);
+    if (!error) host_knows(s, event->clock);
     end();
     return fails(error);
 }
