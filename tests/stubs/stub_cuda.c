@@ -105,7 +105,8 @@ typedef struct block {
     stub_memory m;
     int registered;
     size_t mapped; /* bytes of separate pages, which can be protected; 0: from the heap */
-    cell *shadow;  /* allocated at the first checked access */
+    cell *shadow;  /* allocated at the first checked access to a part */
+    cell whole;    /* the last write of the whole block before that; cells without access take it */
     size_t end;    /* no cell from here on was accessed */
 } block;
 
@@ -497,13 +498,20 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
         if (checks_die) stub_die("race: %s", s->race);
         return;
     }
+    if (!b->shadow && write && nbytes == b->m.size) { /* as new memory is cleared */
+        if (!is_before(&b->whole, 0, clock))
+            race(s, b, 0, "the write", actor, time, "the write", b->whole.actor[0],
+                 b->whole.time[0]);
+        note_write(&b->whole, actor, time, 15);
+        return;
+    }
     if (!b->shadow) b->shadow = (cell *)calloc(b->m.size / 4 + 1, sizeof(cell));
     if (!b->shadow) stub_die("out of memory for the race checker");
     const size_t last = (at + nbytes - 1) / 4;
-    cell before, after; /* of the last cell of which all bytes were accessed */
+    cell none, before, after; /* none; the last cell of which all bytes were accessed */
     int is_known = 0;
-    memset(&before, 0, sizeof before);
-    after = before;
+    memset(&none, 0, sizeof none);
+    after = before = none;
     if (last >= b->end) b->end = last + 1;
     for (size_t i = at / 4; i <= last; i++) {
         cell *k = &b->shadow[i];
@@ -512,6 +520,8 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
             *k = after;
             continue;
         }
+        before = *k;
+        if (b->whole.actor[0] && !memcmp(k, &none, sizeof none)) *k = b->whole;
         if (i * 4 < at) mask = (uint8_t)(mask & (15u << (at - i * 4)));
         if (i * 4 + 4 > at + nbytes) mask = (uint8_t)(mask & (15u >> (i * 4 + 4 - at - nbytes)));
         for (int slot = 0; slot < (write ? SLOTS : 1) && !seen; slot++) {
@@ -520,7 +530,6 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
             race(s, b, i * 4, write ? "the write" : "the read", actor, time,
                  slot ? "the read" : "the write", k->actor[slot], k->time[slot]);
         }
-        before = *k;
         if (write) note_write(k, actor, time, mask);
         else note_read(k, actor, time, mask, clock);
         after = *k;
@@ -530,8 +539,11 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
 
 static void check_free(state *s, const block *b, const char *name) {
     host *h = myself(s);
-    if (!b->shadow) return;
+    if (!b->shadow && !b->whole.actor[0]) return;
     step(s, &h->clock, h->actor, name);
+    if (!is_before(&b->whole, 0, &h->clock))
+        race(s, b, 0, "the end", h->actor, h->clock.at[h->actor], "the write", b->whole.actor[0],
+             b->whole.time[0]);
     for (size_t i = 0; i < b->end; i++)
         for (int slot = 0; slot < SLOTS; slot++) {
             const cell *k = &b->shadow[i];
