@@ -750,7 +750,7 @@ static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
     c->piece = each / 2 < FSDPI_GLOO_PIECE ? each / 2 / 64 * 64 : FSDPI_GLOO_PIECE;
     c->depth = each / c->piece;
     each = c->piece * c->depth;
-    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * peers);
+    c->scratch = (char *)fsdpi_alloc_scratch(&c->base.boot->allocator, each * peers);
     int made = c->scratch != NULL;
     for (int k = 0; k < c->base.size && made; k++)
         made = !fsdpi_gloo_is_far(c, k) ||

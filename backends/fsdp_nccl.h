@@ -210,6 +210,7 @@ typedef struct fsdpi_nccl_world {
     pthread_t watchdog, monitor;
     int num_threads;
     uint32_t stop, changed, gone; // changed: both threads sleep on it; gone: the watchdog has ended
+    uint32_t watches;             // 1: the watchdog looks each FSDPI_NCCL_PERIOD_NS
     uint32_t aborting, aborted;   // communicators are being aborted; have been aborted
 } fsdpi_nccl_world;
 
@@ -912,11 +913,16 @@ static void *fsdpi_nccl_watchdog(void *arg) {
     (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode); // a poll must not end a capture
+    uint32_t last = 0;
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
-        int is_busy = fsdpi_nccl_look_all(w);
+        int is_busy = changed != last; // the thread that woke it may issue more soon
+        last = changed;
+        __atomic_store_n(&w->watches, 0u, __ATOMIC_SEQ_CST);
+        is_busy |= fsdpi_nccl_look_all(w);
         if (FSDPI_LOAD(&w->stop)) break; // the store may be closed
         if (!fsdpi_nccl_failed(w)) is_busy |= fsdpi_nccl_ask_errors(w);
+        __atomic_store_n(&w->watches, (uint32_t)is_busy, __ATOMIC_SEQ_CST);
         fsdpi_futex_wait(&w->changed, changed, is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS,
                          0);
     }
@@ -1275,7 +1281,8 @@ static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     int64_t limit = fsdpi_nccl_boot(w)->timeout_ns < INT64_MAX / 2
                         ? fsdpi_nccl_boot(w)->timeout_ns + FSDPI_NCCL_GRACE_NS
                         : INT64_MAX;
-    fsdpi_nccl_wake(w);
+    // A watchdog that looks each FSDPI_NCCL_PERIOD_NS finds this operation itself.
+    if (!__atomic_load_n(&w->watches, __ATOMIC_SEQ_CST)) fsdpi_nccl_wake(w);
     fsdp_status status = fsdpi_cuda_await(fsdpi_nccl_boot(w), f->event, limit, &w->aborted, &e);
     if (!status && !FSDPI_LOAD(&w->aborting)) return FSDP_OK;
     if (fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);

@@ -40,7 +40,7 @@
 #include <ftw.h>        /* nftw */
 #include <netinet/in.h> /* sockaddr_in */
 #include <pthread.h>    /* pthread_create, pthread_join */
-#include <signal.h>     /* kill, raise, signal */
+#include <signal.h>     /* kill, raise, signal, sigtimedwait */
 #include <stdarg.h>     /* va_list */
 #include <stdint.h>     /* int64_t, uint64_t */
 #include <stdio.h>      /* printf, tmpfile */
@@ -172,6 +172,25 @@ H_FN void h_nap(long *ns) {
     *ns = *ns < 50000 ? 100000 : *ns > 1500000 ? 3000000 : *ns * 2;
     t.tv_nsec = *ns;
     nanosleep(&t, NULL);
+}
+
+/* The end of a child process wakes its parent, which does not look again and again. h_hold_ends
+   blocks SIGCHLD before the fork, so that none is missed, and h_child releases it. h_await_end
+   returns at the next signal, or after 20 ms: another thread may have received the signal. */
+static sigset_t h_released; /* the signal mask before h_hold_ends */
+H_FN void h_hold_ends(void) {
+    sigset_t held;
+    sigemptyset(&held);
+    sigaddset(&held, SIGCHLD);
+    pthread_sigmask(SIG_BLOCK, &held, &h_released);
+}
+H_FN void h_release_ends(void) { pthread_sigmask(SIG_SETMASK, &h_released, NULL); }
+H_FN void h_await_end(void) {
+    const struct timespec most = {0, 20000000};
+    sigset_t held;
+    sigemptyset(&held);
+    sigaddset(&held, SIGCHLD);
+    sigtimedwait(&held, NULL, &most);
 }
 
 /* Ranks of a test, threads or processes, note and await arrivals at a place. A test that needs
@@ -399,6 +418,7 @@ H_FN void h_seem_a_host(int rank) {
 H_FN void h_child(FILE *log, int rank, void (*body)(size_t), size_t row, h_rank_fn fn, int world,
                   void *arg) {
     int null = open("/dev/null", O_RDONLY);
+    h_release_ends();
     h_rank = rank;
     if (rank >= 0) h_seem_a_host(rank);
     dup2(null, STDIN_FILENO);
@@ -442,7 +462,6 @@ H_FN const char *h_why_failed(int status, int state, char *text, size_t size) {
    not visible yet, it looks once more. */
 H_FN int h_ranks_wait(int world, pid_t *pid, int *status) {
     int culprit = -1, hard = 0, left = world, looks = 2, r;
-    long ns = 0;
     char text[H_TEXT_MAX];
     while (left && !hard && looks && !h_is_over(0)) {
         for (r = left = 0; r < world; r++) {
@@ -458,7 +477,7 @@ H_FN int h_ranks_wait(int world, pid_t *pid, int *status) {
         }
         if (culprit >= 0) looks--;
         if (culprit >= 0 && looks) usleep(20000);
-        else if (left && !hard) h_nap(&ns);
+        else if (left && !hard) h_await_end();
     }
     r = __atomic_load_n(&h_shared->first, __ATOMIC_SEQ_CST) - 1;
     if (culprit >= 0 && !hard && r >= 0 && WEXITSTATUS(status[culprit]) == H_EXIT_FAILED)
@@ -476,12 +495,14 @@ H_FN void h_ranks_proc_at(const char *file, int line, int world, h_rank_fn fn, v
     CHECK(pid && status && log && world <= H_RANKS_MAX);
     memset(h_shared->state + 1, H_RUNNING, H_RANKS_MAX);
     fflush(NULL);
+    h_hold_ends();
     for (r = 0; r < world; r++) {
         CHECK((log[r] = tmpfile()) != NULL);
         CHECK((pid[r] = fork()) >= 0);
         if (!pid[r]) h_child(log[r], r, NULL, 0, fn, world, arg);
     }
     culprit = h_ranks_wait(world, pid, status);
+    h_release_ends();
     for (r = 0; r < world; r++) {
         if (!pid[r] || r == culprit) continue;
         length += snprintf(late + length, sizeof late - (size_t)length, " %d", r);
@@ -620,12 +641,11 @@ H_FN void h_remove_tree(const char *path) { nftw(path, h_remove, 16, FTW_DEPTH |
    ended in time. */
 H_FN int h_await(pid_t pid, int *status) {
     siginfo_t info;
-    long ns = 0;
     for (;;) {
         memset(&info, 0, sizeof info);
         if (waitid(P_PID, (id_t)pid, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid) break;
         if (h_signal || h_is_over(500)) break; /* h_ranks_proc may report first */
-        h_nap(&ns);
+        h_await_end();
     }
     kill(-pid, SIGKILL);
     waitpid(pid, status, 0);
@@ -645,6 +665,7 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
     snprintf(h_dir, sizeof h_dir, "%s/%d", h_base, number);
     if (!h_tap) printf("[ RUN      ] %s\n", t->name);
     fflush(NULL);
+    h_hold_ends();
     pid = log ? fork() : -1;
     if (pid < 0) perror("harness"), exit(1);
     if (!pid) {
@@ -654,6 +675,7 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
     }
     setpgid(pid, pid);
     in_time = h_await(pid, &status);
+    h_release_ends();
     h_remove_tree(h_dir);
     if (!in_time && h_signal) {
         snprintf(text, sizeof text, "interrupted by signal %d", (int)h_signal);

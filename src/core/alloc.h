@@ -1,7 +1,7 @@
 /* core/alloc.h - host memory, of a world and of a model
 
-   A block is zero-filled and aligned to 64 bytes. Its size is stored before it, since the caller's
-   allocator gets the size when the library frees the block.
+   A block is zero-filled, except for scratch, and aligned to 64 bytes. Its size is stored before it,
+   since the caller's allocator gets the size when the library frees the block.
    State: fsdp_model.counters.allocations.
    Callers: unit.h (fsdpi_model_free), backends/fsdp_nccl.h (fsdpi_free), predict.h
      (fsdpi_model_free) and others.
@@ -38,14 +38,19 @@ static void fsdpi_libc_free(void *ptr, size_t size, void *user) {
     free(raw);
 }
 
-static void *fsdpi_alloc(const fsdp_allocator *a, size_t size) {
+// Allocates a block without clearing it: pages that the caller does not write cost nothing.
+static void *fsdpi_alloc_scratch(const fsdp_allocator *a, size_t size) {
     if (size > SIZE_MAX - 2 * FSDPI_ALIGN) return NULL;
     size += FSDPI_ALIGN;
     char *raw = (char *)a->alloc(size, FSDPI_ALIGN, a->user);
     if (!raw) return NULL;
-    memset(raw, 0, size);
     memcpy(raw, &size, sizeof size);
     return raw + FSDPI_ALIGN;
+}
+
+static void *fsdpi_alloc(const fsdp_allocator *a, size_t size) {
+    void *block = fsdpi_alloc_scratch(a, size);
+    return block ? memset(block, 0, size) : NULL;
 }
 
 static size_t fsdpi_alloc_size(const void *ptr) {

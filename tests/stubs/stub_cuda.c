@@ -84,10 +84,10 @@ struct CUstream_st {
 };
 
 struct CUevent_st {
-    stub_point point; /* position of the last record */
-    stub_clock clock;
-    uint64_t capture; /* capture of the last record; 0: none */
-    int record;       /* number of the record in that capture */
+    stub_point point;  /* position of the last record */
+    stub_clock *clock; /* its 1 KiB are allocated at the first record: a world makes 2,048 events */
+    uint64_t capture;  /* capture of the last record; 0: none */
+    int record;        /* number of the record in that capture */
     int seen[LANES];
     double issued_ms; /* host time of the last record: the event's time */
 };
@@ -105,7 +105,8 @@ typedef struct block {
     stub_memory m;
     int registered;
     size_t mapped; /* bytes of separate pages, which can be protected; 0: from the heap */
-    cell *shadow;  /* allocated at the first checked access */
+    cell *shadow;  /* allocated at the first checked access to a part */
+    cell whole;    /* the last write of the whole block before that; cells without access take it */
     size_t end;    /* no cell from here on was accessed */
 } block;
 
@@ -376,7 +377,7 @@ void stub_live_add(int kind, int64_t amount) {
    whether a step comes after an earlier one; they are joined where CUDA orders. Under lock. */
 
 static void join(stub_clock *clock, const stub_clock *with) {
-    if (checks)
+    if (checks && with) /* NULL: of an event that was not recorded */
         for (int i = 0; i <= now->actors; i++)
             if (clock->at[i] < with->at[i]) clock->at[i] = with->at[i];
 }
@@ -497,13 +498,20 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
         if (checks_die) stub_die("race: %s", s->race);
         return;
     }
+    if (!b->shadow && write && nbytes == b->m.size) { /* as new memory is cleared */
+        if (!is_before(&b->whole, 0, clock))
+            race(s, b, 0, "the write", actor, time, "the write", b->whole.actor[0],
+                 b->whole.time[0]);
+        note_write(&b->whole, actor, time, 15);
+        return;
+    }
     if (!b->shadow) b->shadow = (cell *)calloc(b->m.size / 4 + 1, sizeof(cell));
     if (!b->shadow) stub_die("out of memory for the race checker");
     const size_t last = (at + nbytes - 1) / 4;
-    cell before, after; /* of the last cell of which all bytes were accessed */
+    cell none, before, after; /* none; the last cell of which all bytes were accessed */
     int is_known = 0;
-    memset(&before, 0, sizeof before);
-    after = before;
+    memset(&none, 0, sizeof none);
+    after = before = none;
     if (last >= b->end) b->end = last + 1;
     for (size_t i = at / 4; i <= last; i++) {
         cell *k = &b->shadow[i];
@@ -512,6 +520,8 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
             *k = after;
             continue;
         }
+        before = *k;
+        if (b->whole.actor[0] && !memcmp(k, &none, sizeof none)) *k = b->whole;
         if (i * 4 < at) mask = (uint8_t)(mask & (15u << (at - i * 4)));
         if (i * 4 + 4 > at + nbytes) mask = (uint8_t)(mask & (15u >> (i * 4 + 4 - at - nbytes)));
         for (int slot = 0; slot < (write ? SLOTS : 1) && !seen; slot++) {
@@ -520,7 +530,6 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
             race(s, b, i * 4, write ? "the write" : "the read", actor, time,
                  slot ? "the read" : "the write", k->actor[slot], k->time[slot]);
         }
-        before = *k;
         if (write) note_write(k, actor, time, mask);
         else note_read(k, actor, time, mask, clock);
         after = *k;
@@ -530,8 +539,11 @@ static void check_access(state *s, const void *ptr, size_t nbytes, int write, in
 
 static void check_free(state *s, const block *b, const char *name) {
     host *h = myself(s);
-    if (!b->shadow) return;
+    if (!b->shadow && !b->whole.actor[0]) return;
     step(s, &h->clock, h->actor, name);
+    if (!is_before(&b->whole, 0, &h->clock))
+        race(s, b, 0, "the end", h->actor, h->clock.at[h->actor], "the write", b->whole.actor[0],
+             b->whole.time[0]);
     for (size_t i = 0; i < b->end; i++)
         for (int slot = 0; slot < SLOTS; slot++) {
             const cell *k = &b->shadow[i];
@@ -1770,9 +1782,16 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     cudaError_t entered = enter("cudaEventDestroy");
     if (!event) return entered ? entered : fails(cudaErrorInvalidResourceHandle);
+    free(event->clock);
     free(event);
     stub_live_add(STUB_EVENTS, -1);
     return entered;
+}
+
+static void note_clock(cudaEvent_t event, const stub_clock *clock) {
+    if (!event->clock) event->clock = (stub_clock *)malloc(sizeof *clock);
+    if (!event->clock) stub_die("out of memory");
+    *event->clock = *clock;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -1789,7 +1808,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     } else if (t) {
         event->capture = 0;
         event->point = submit(s, t, none, NULL, 0, NULL);
-        if (checks) event->clock = t->clock;
+        if (checks) note_clock(event, &t->clock);
     }
     end();
     return fails(error);
@@ -1807,7 +1826,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     if (t && !ignored && (t->capture || event->capture)) {
         error = wait_captured(s, t, event);
     } else if (t && !ignored && event->point.stream) {
-        join(&t->clock, &event->clock);
+        join(&t->clock, event->clock);
         submit(s, t, none, &event->point, 1, NULL);
     }
     end();
@@ -1820,7 +1839,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     while (in_driver) pthread_cond_wait(&left_driver, &lock);
     cudaError_t error = is_done(event->point) ? cudaSuccess : cudaErrorNotReady;
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
-    if (!error) host_knows(s, &event->clock);
+    if (!error) host_knows(s, event->clock);
     end();
     return fails(error);
 }
@@ -1838,7 +1857,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     stub_point p = event->point; /* a copy: the event may be recorded again */
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
     if (!error) wait_done(p);
-    if (!error) host_knows(s, &event->clock);
+    if (!error) host_knows(s, event->clock);
     end();
     return fails(error);
 }

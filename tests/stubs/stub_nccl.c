@@ -19,6 +19,7 @@
 
 #include <fcntl.h>       /* open */
 #include <pthread.h>     /* pthread_create, pthread_mutex_lock */
+#include <sched.h>       /* sched_yield */
 #include <stdio.h>       /* snprintf */
 #include <stdlib.h>      /* calloc, free, getenv */
 #include <string.h>      /* memcpy, memset */
@@ -27,7 +28,7 @@
 #include <time.h>        /* clock_gettime */
 #include <unistd.h>      /* ftruncate, getpid, close */
 
-enum { RANKS = 64, ALIGN = 2 << 20 };
+enum { RANKS = 64, ALIGN = 2 << 20, YIELDS = 8 };
 #define STAGE ((size_t)262144) /* bytes that a rank shows at once */
 #define PIECE ((size_t)16384)  /* bytes of a message */
 enum { WORDS = 8 };
@@ -353,7 +354,8 @@ static int all_have_arrived(const ncclComm_t c) {
     return 1;
 }
 
-/* Arrives, and waits for all others, which the last one wakes. Returns 0 if aborted before that. */
+/* Arrives, and waits for all others, which the last one wakes. Returns 0 if aborted before that.
+   To yield a few times costs less than to sleep and to be woken. */
 static int meet(ncclComm_t c) {
     shared *s = c->file->at;
     __atomic_store_n(&s->members[c->rank].arrived, ++c->turn, __ATOMIC_SEQ_CST);
@@ -361,9 +363,13 @@ static int meet(ncclComm_t c) {
         ring(s);
         return 1;
     }
-    for (;;) {
+    for (int turn = 0;; turn++) {
         uint32_t seen = LOAD(&s->bell);
         if (all_have_arrived(c)) return 1;
+        if (turn < YIELDS) {
+            sched_yield();
+            continue;
+        }
         if (LOAD(&c->aborted) || (c->parent && LOAD(&c->parent->aborted))) return 0;
         pause_until_rung(c, seen);
     }
