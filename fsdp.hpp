@@ -111,7 +111,6 @@ RULES
 #include <climits>          // INT_MAX
 #include <cstdarg>          // va_list
 #include <cstdio>           // snprintf, vsnprintf
-#include <cstring>          // strncmp
 #include <exception>        // exception_ptr, uncaught_exceptions
 #include <forward_list>     // forward_list
 #include <initializer_list> // initializer_list
@@ -288,7 +287,8 @@ struct model_state {
     std::vector<hook> hooks;
     fsdp_status lost = FSDP_OK; // the first failure of a destructor that nothing has thrown
     char lost_text[512] = "";
-    char thrown[512] = ""; // the text of the first one that a scope has thrown since finalize
+    int64_t lost_failure = 0; // its fsdp_model_failure; 0: C keeps an earlier one
+    int64_t thrown = 0; // fsdp_model_failure of the last one that C keeps and a scope has thrown
 };
 
 inline fsdp_world *handle(const ref<world_state> &world) {
@@ -691,11 +691,13 @@ class [[nodiscard]] scope {
         detail::abort(world, text);
     }
 
-    // Keeps a failure of the destructor for the next scope.
-    void keep(fsdp_status status) noexcept {
+    // Keeps a failure of the destructor for the next scope. `earlier`: that of fsdp_model_failure
+    // before it.
+    void keep(fsdp_status status, int64_t earlier) noexcept {
         const auto &m = unit_.model_;
         if (m->lost) return;
         m->lost = status;
+        m->lost_failure = earlier ? 0 : fsdp_model_failure(m->handle);
         (void)std::snprintf(m->lost_text, sizeof m->lost_text, "%s",
                             fsdp_last_error(m->world->handle));
     }
@@ -706,7 +708,7 @@ class [[nodiscard]] scope {
         : unit_(u), name_(name), post_(post) {
         if (u.get() && u.model_->lost) {
             detail::model_state &m = *u.model_.operator->();
-            if (!*m.thrown) std::snprintf(m.thrown, sizeof m.thrown, "%s", m.lost_text);
+            if (m.lost_failure) m.thrown = m.lost_failure;
             throw error(std::exchange(m.lost, FSDP_OK), m.lost_text);
         }
         u.check(pre(u.get()));
@@ -715,8 +717,12 @@ class [[nodiscard]] scope {
     scope(scope &&) noexcept = default;
     ~scope() {
         if (!unit_.get()) return;
-        if (std::uncaught_exceptions() > exceptions_) abort(nullptr);
-        else if (const fsdp_status status = post_(unit_.get())) keep(status);
+        if (std::uncaught_exceptions() > exceptions_) {
+            abort(nullptr);
+        } else {
+            const int64_t earlier = fsdp_model_failure(unit_.model_->handle);
+            if (const fsdp_status status = post_(unit_.get())) keep(status, earlier);
+        }
     }
 
     // Returns what fsdp_data_as, or fsdp_grad_as, gives. Throws if that is the memory of a failure.
@@ -826,7 +832,7 @@ class model : public setters<model> {
     }
     // Forgets the failure of a destructor, which C has kept, too, for finalize or until reset.
     void forget() noexcept {
-        if (state_) state_->lost = FSDP_OK, *state_->thrown = '\0';
+        if (state_) state_->lost = FSDP_OK, state_->thrown = 0;
     }
     void end() noexcept {
         if (!state_) return;
@@ -926,17 +932,14 @@ class model : public setters<model> {
     void commit() { check(fsdp_model_commit(get())); }
     void reserve() { check(fsdp_model_reserve(get())); }
     void finalize_backward() {
+        const int64_t kept = fsdp_model_failure(get());
         const fsdp_status status = fsdp_finalize_backward(get());
-        if (get() && status && *state_->thrown && !fsdp_world_status(state_->world->handle) &&
-            !std::strncmp(state_->thrown, fsdp_last_error(state_->world->handle),
-                          sizeof state_->thrown - 1)) { // C repeats what a scope has thrown
-            const fsdp_status lost = state_->lost;
-            forget();
-            if (lost) throw error(lost, state_->lost_text);
-            return;
-        }
+        if (kept && fsdp_model_failure(get()) == kept) return check(status); // its own failure
+        const bool again = kept && kept == state_->thrown; // a scope has thrown it
+        const fsdp_status lost = again ? state_->lost : status;
         forget();
-        check(status);
+        if (again && lost) throw error(lost, state_->lost_text);
+        check(lost);
     }
     double clip_grad_norm(double max_norm) {
         double norm = 0;

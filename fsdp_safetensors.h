@@ -212,7 +212,7 @@ FSDP_API int fsdp_json_next(const fsdp_json *in, fsdp_json *key, fsdp_json *valu
 FSDP_API int fsdp_json_find(const fsdp_json *in, const char *name, fsdp_json *value);
 
 /* fsdp_json_string - decode a string
-   to          [cap] out: terminated, and cut if cap is too small; "" if it is no string
+   to          [cap] out: terminated; whole characters, as many as fit; "" if it is no string
    Result      its bytes once decoded, which may have NULs among them; -1: no string
    fsdp_json_int    - get an integer, written without fraction and exponent, -2^62 .. 2^62
    fsdp_json_double - get a number. With at most 15 digits and a power of ten of at most 22 it is

@@ -259,9 +259,12 @@ FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_THREADS, FSDP_RUN_STREAMS };
 
 /* fsdp_model_world - the world of a model; NULL for NULL
-   fsdp_model_run_mode   - how the model's ops run: FSDP_RUN_* */
+   fsdp_model_run_mode   - how the model's ops run: FSDP_RUN_*
+   fsdp_model_failure    - the number, from 1, of the failure that fsdp_finalize_backward reports
+               once it succeeds itself: the first of a hook or setter since then. 0: none */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API int fsdp_model_run_mode(const fsdp_model *model);
+FSDP_API int64_t fsdp_model_failure(const fsdp_model *model);
 
 /* fsdp_set_uneven_inputs - 1: in steps from now on ranks make other hooks than each other, which
                end in the same reductions, as where a rank has no batch. Such steps are not

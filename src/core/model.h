@@ -132,6 +132,9 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *m) { return m ? m->world : NULL; }
 FSDP_API int fsdp_model_run_mode(const fsdp_model *m) { return m ? m->world->mode : 0; }
+FSDP_API int64_t fsdp_model_failure(const fsdp_model *m) {
+    return m && m->hook_status ? m->hook_failures : 0;
+}
 FSDP_API int fsdp_num_units(const fsdp_model *m) { return m ? m->num_units : 0; }
 FSDP_API int fsdp_num_params(const fsdp_model *m) { return m ? m->num_params : 0; }
 

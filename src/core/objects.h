@@ -370,6 +370,7 @@ struct fsdp_model {
     uint32_t reported_calls; // set of calls (bits) that have warned of unreduced gradients
     fsdp_status hook_status; // status of the first hook that failed since finalize
     char hook_error[FSDPI_TEXT];
+    int64_t hook_failures; // number of such first failures so far
     fsdp_buf *scalar;       // one f64: sum or maximum of the last norm
     double norm_type;       // order of that norm; 0: none yet
     fsdp_buf *full_scratch; // slot for fsdp_param_full, from its first call on

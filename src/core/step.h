@@ -330,6 +330,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_hook_failed(fsdp_model *m, fsdp_status s
     if (fsdpi_failed(m->world)) fsdpi_call_all_back(m);
     if (m->hook_status) return status;
     snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    m->hook_failures++;
     return m->hook_status = status;
 }
 

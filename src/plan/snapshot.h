@@ -80,6 +80,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
+    fsdpi_walk_bytes(w, &m->hook_failures, sizeof m->hook_failures);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
     fsdpi_walk_bytes(w, &m->counters, sizeof m->counters);
     for (int i = 0; i < m->num_units; i++) fsdpi_walk_unit(w, m->units[i]);

@@ -76,14 +76,19 @@ static int fsdpi_st_decode(const unsigned char *s, int64_t n, char *out, int *ta
                            out);
 }
 
-// Decodes the string into `to`, at most `room` bytes and a NUL. `to` may be the text itself.
+// Decodes the string into `to`, at most `room` bytes of whole characters and a NUL. `to` may be the
+// text itself.
 static void fsdpi_st_copy(const fsdpi_st_reader *r, const fsdpi_st_string *s, char *to,
                           int64_t room) {
     int64_t n = 0;
     for (int64_t at = s->begin; at < s->end;) {
         char unit[4];
         int taken, size = fsdpi_st_decode(r->text + at, s->end - at, unit, &taken);
-        if (n + size > room) break;
+        if (n + size > room) { // drops what it has of a character that does not fit
+            if ((unit[0] & 0xC0) == 0x80)
+                while (n && (to[--n] & 0xC0) == 0x80) {}
+            break;
+        }
         memcpy(to + n, unit, (size_t)size);
         n += size;
         at += taken;

@@ -547,6 +547,7 @@ TEST_P(fake, memory_that_is_addresses, of_addresses) {
     d.device_ops = fsdp_fake_device_ops(row->streams);
     CALL(NULL, fsdp_init(&d, &w));
     CHECK_EQ_INT(fsdp_model_run_mode(NULL), 0);
+    CHECK_EQ_INT(fsdp_model_failure(NULL), 0);
     const int64_t world = fake.given[FSDP_MEMORY_DEVICE];
     CHECK((world > 0) == (row->size > 1));
     md.cpu_offload = row->streams;

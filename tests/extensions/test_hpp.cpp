@@ -394,6 +394,36 @@ static void lost(lab_rank *r) {
     refusal(FSDP_ERR_INVALID_STATE, [&] { auto f = n.h[1].forward(); });
     n.forward(), n.backward(1);
     check_says(refusal(FSDP_ERR_INVALID_ARG, [&] { n.model.finalize_backward(); }), "99");
+    /* Failures with equal texts: one that a call of C has returned, another that a scope has lost
+       and thrown. C keeps the first, and finalize throws it. */
+    refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.check(fsdp_post_forward(n.h[1].get())); });
+    {
+        auto f = n.h[1].forward();
+        CALL(r->w, fsdp_post_forward(n.h[1].get()));
+    }
+    check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { auto f = n.h[0].forward(); }), "'h.1'");
+    check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "'h.1'");
+    n.model.reset();
+    { /* one that a scope has thrown, and reset in C forgets: the next one is another */
+        auto f = n.h[1].forward();
+        CALL(r->w, fsdp_post_forward(n.h[1].get()));
+    }
+    refusal(FSDP_ERR_INVALID_STATE, [&] { auto f = n.h[0].forward(); });
+    CHECK(fsdp_model_failure(n.model.get()) > 0);
+    CALL(r->w, fsdp_model_reset(n.model.get()));
+    CHECK_EQ_INT(fsdp_model_failure(n.model.get()), 0);
+    refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.check(fsdp_post_forward(n.h[1].get())); });
+    check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "'h.1'");
+    { /* finalize fails itself: what C keeps is thrown once, by a scope */
+        auto f = n.h[1].forward();
+        CALL(r->w, fsdp_post_forward(n.h[1].get()));
+    }
+    refusal(FSDP_ERR_INVALID_STATE, [&] { auto f = n.h[0].forward(); });
+    {
+        auto f = n.h[2].forward();
+        check_says(refusal(FSDP_ERR_INVALID_STATE, [&] { n.model.finalize_backward(); }), "'h.2'");
+    }
+    n.model.finalize_backward();
     {
         auto f = n.h[1].forward();
         CALL(r->w, fsdp_post_forward(n.h[1].get()));

@@ -5,7 +5,9 @@
 #include "harness.h"
 #include "lab.h"
 #include "fuzz_safetensors.c"
+#include <inttypes.h>
 #include <math.h>
+#include <sys/mman.h>
 
 static fsdp_json parse(const char *text) {
     fsdp_json v;
@@ -200,4 +202,204 @@ TEST(json, hostile) {
         }
         LLVMFuzzerTestOneInput(copy, n);
     }
+}
+
+/* ---- faults ---------------------------------------------------------------------------------- */
+/* The functions allocate nothing, which the gate math_only asserts: they may call mem* and str*
+   alone. What can fail is the text, and the room for what they write. */
+
+enum { GUARD_PAGES = 2, GUARD_PAGE = 65536 };
+static char *guard_end; /* of memory before a page without access */
+static void guard_open(void) {
+    char *at = (char *)mmap(NULL, GUARD_PAGES * GUARD_PAGE, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    guard_end = at + GUARD_PAGE;
+    CHECK(at != (char *)MAP_FAILED && !mprotect(guard_end, GUARD_PAGE, PROT_NONE));
+}
+static void guard_close(void) { munmap(guard_end - GUARD_PAGE, GUARD_PAGES * GUARD_PAGE); }
+
+/* Parses n bytes that end at the guard, and walks the value. Returns the status; a refusal names a
+   byte of the text, *at, or its end. */
+static fsdp_status guarded(const void *text, size_t n, char *why, size_t cap, int64_t *at) {
+    fsdp_json v;
+    *at = -1;
+    memset(&v, 1, sizeof v);
+    memcpy(guard_end - n, text, n);
+    const fsdp_status status = fsdp_json_parse(guard_end - n, (int64_t)n, &v, why, cap);
+    if (!status) {
+        CHECK_EQ_STR(why, "");
+        fuzz_json_value(&v, 1);
+        return status;
+    }
+    CHECK_EQ_INT(status, FSDP_ERR_CORRUPT), CHECK_EQ_INT(v.kind, FSDP_JSON_NONE);
+    CHECK_MSG(sscanf(why, "at byte %" SCNd64 ": ", at) == 1, "'%s'", why);
+    CHECK_MSG(*at >= 0 && *at <= (int64_t)n, "byte %lld of %d", (long long)*at, (int)n);
+    return status;
+}
+
+/* Cut at each byte, the text is refused there or at its last word or string. With each byte changed
+   to each value it is read, or refused at the first byte that cannot continue it: what follows does
+   not matter. */
+TEST(json, each_byte_is_wrong) {
+    static const char text[] =
+        " {\"a\": {\"f\": -8.25e+2, \"x\": [1, 20, {\"\\u0041\\ud83d\\ude00\": null}]}, "
+        "\"e\": false, \"\": true, \"s\": \"\\n\\\\\"} ";
+    enum { SIZE = sizeof text - 1 };
+    char why[200], again[200], copy[SIZE + 1];
+    int64_t at, other;
+    int accepted = 0, refusals = 0;
+    guard_open();
+    CHECK_OK(guarded(text, SIZE, why, sizeof why, &at));
+    for (size_t n = 0; n < SIZE - 1; n++) { /* the last byte is a space */
+        CHECK_STATUS(guarded(text, n, why, sizeof why, &at), FSDP_ERR_CORRUPT);
+        CHECK_MSG(at + 13 > (int64_t)n, "cut to %d bytes: %s", (int)n, why); /* two \u escapes */
+    }
+    for (size_t k = 0; k < SIZE; k++) {
+        for (int byte = 0; byte < 256; byte++) {
+            memcpy(copy, text, SIZE), copy[k] = (char)byte;
+            if (!guarded(copy, SIZE, why, sizeof why, &at)) {
+                accepted++;
+                continue;
+            }
+            refusals++;
+            CHECK_MSG(byte < 0x80 || at == (int64_t)k, "byte %d is 0x%x: %s", (int)k, byte, why);
+            if (!strstr(why, ": expected") || at == SIZE) continue;
+            CHECK_STATUS(guarded(copy, (size_t)at + 1, again, sizeof again, &other),
+                         FSDP_ERR_CORRUPT);
+            CHECK_EQ_STR(again, why);
+        }
+    }
+    CHECK(accepted > 500 && refusals > 20000);
+    guard_close();
+}
+
+/* Objects and lists in each other, as deep as allowed and deeper; cut off at each level. A million
+   levels are refused at the same byte. */
+TEST(json, each_depth) {
+    static char text[1 << 20];
+    char why[200];
+    int64_t at;
+    guard_open();
+    for (int form = 0; form < 3; form++) { /* lists, objects, both in turn */
+        for (int levels = 1; levels <= 160; levels++) {
+            size_t open = 0, n;
+            for (int k = 0; k < levels; k++) {
+                const int list = form == 0 || (form == 2 && k % 2);
+                memcpy(text + open, list ? "[   " : "{\"\":", 4), open += 4;
+            }
+            text[open] = '1';
+            n = open + 1;
+            for (int k = levels; k-- > 0;)
+                text[n++] = form == 0 || (form == 2 && k % 2) ? ']' : '}';
+            const fsdp_status status = guarded(text, n, why, sizeof why, &at);
+            CHECK_MSG((levels <= 127) == !status, "form %d, %d levels: %s", form, levels, why);
+            if (status) CHECK_EQ_STR(why, "at byte 508: more than 127 levels");
+            for (size_t cut = n - 1; cut > n - 1 - (size_t)levels; cut--)
+                CHECK_STATUS(guarded(text, cut, why, sizeof why, &at), FSDP_ERR_CORRUPT);
+        }
+    }
+    guard_close();
+    fsdp_json v;
+    memset(text, '[', sizeof text);
+    CHECK_STATUS(fsdp_json_parse(text, sizeof text, &v, why, sizeof why), FSDP_ERR_CORRUPT);
+    CHECK_EQ_STR(why, "at byte 127: more than 127 levels");
+}
+
+#define ODD(text)                                                                                  \
+    { #text, text, sizeof text - 1 }
+static const struct {
+    const char *name, *text;
+    size_t nbytes;
+} odd[] = {ODD("\xef\xbb\xbf{}"),
+           ODD("\0"),
+           ODD("{}\0"),
+           ODD("[1\0]"),
+           ODD("\"a\0b\""),
+           ODD("\"\\ud800\""),
+           ODD("\"\\ud800\\u0041\""),
+           ODD("\"\\udc00\""),
+           ODD("\"\\ud83d\\ud"),
+           ODD("\"\\u00g0\""),
+           ODD("\"\\u12\""),
+           ODD("\"\\"),
+           ODD("\"\x01\""),
+           ODD("\"\t\""),
+           ODD("\"\n\""),
+           ODD("\"\xc0\x80\""),
+           ODD("\"\xed\xa0\x80\""),
+           ODD("\"\xf4\x90\x80\x80\""),
+           ODD("\"\xf0\x9f\x98\""),
+           ODD("\"\x80\""),
+           ODD("\"\xe2\x82"),
+           ODD("+1"),
+           ODD(".5"),
+           ODD("1e"),
+           ODD("1e+"),
+           ODD("-"),
+           ODD("--1"),
+           ODD("-a"),
+           ODD("0x10"),
+           ODD("1_0"),
+           ODD("Infinity"),
+           ODD("-Infinity"),
+           ODD("nan"),
+           ODD("True"),
+           ODD("nulll"),
+           ODD("tru"),
+           ODD("'a'"),
+           ODD("{a: 1}"),
+           ODD("{1: 1}"),
+           ODD("{\"a\":}"),
+           ODD("{\"a\": 1 \"b\": 2}"),
+           ODD("{,}"),
+           ODD("[,]"),
+           ODD("[1 2]"),
+           ODD("[1,,2]"),
+           ODD("//\n1"),
+           ODD("/**/1"),
+           ODD("[1]]"),
+           ODD("1 2"),
+           ODD("{}{}"),
+           ODD("\xc2\xa0"
+               "1"),
+           ODD("\v1"),
+           ODD("\f1")};
+TEST(json, odd_texts) {
+    char why[200];
+    int64_t at;
+    guard_open();
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
+        snprintf(w_case, sizeof w_case, "%s", odd[i].name);
+        W_CHECK(guarded(odd[i].text, odd[i].nbytes, why, sizeof why, &at), "is accepted");
+    }
+    *w_case = 0;
+    guard_close();
+}
+
+/* The room of the text of a failure, and of a string, ends at the guard. */
+TEST(json, each_room) {
+    static const char bad[] = "[\"\\ud83d\\ude00\xc3\xa9\", nul]";
+    static const char *const begins = "\xf0\x9f\x98\x80\xc3\xa9";
+    char whole[200];
+    fsdp_json v, at;
+    CHECK_STATUS(fsdp_json_parse(bad, sizeof bad - 1, &v, whole, sizeof whole), FSDP_ERR_CORRUPT);
+    guard_open();
+    for (size_t cap = 0; cap <= strlen(whole) + 1; cap++) {
+        char *why = guard_end - cap;
+        memset(guard_end - 200, 'x', 200);
+        CHECK_STATUS(fsdp_json_parse(bad, sizeof bad - 1, &v, why, cap), FSDP_ERR_CORRUPT);
+        CHECK(why[-1] == 'x' && (!cap || strlen(why) < cap));
+        if (cap > strlen(whole)) CHECK_EQ_STR(why, whole);
+    }
+    v = parse("[\"\\ud83d\\ude00\xc3\xa9\"]");
+    memset(&at, 0, sizeof at);
+    CHECK(fsdp_json_next(&v, NULL, &at));
+    for (size_t cap = 0; cap <= 8; cap++) {
+        char *to = guard_end - cap;
+        memset(guard_end - 10, 'x', 10);
+        CHECK_EQ_INT(fsdp_json_string(&at, to, cap), 6);
+        const size_t fits = cap > 6 ? 6 : cap > 4 ? 4 : 0; /* whole characters */
+        CHECK(to[-1] == 'x' && (!cap || (strlen(to) == fits && !memcmp(to, begins, fits))));
+    }
+    guard_close();
 }
