@@ -94,8 +94,11 @@ GPT_BLAS := $(if $(filter-out x86_64,$(shell uname -m)),$(shell \
 TORCH ?= $(shell for p in $(BUILD)/venv/bin/python python3; do $$p -c 'import importlib.util as u; \
            print(u.find_spec("torch").submodule_search_locations[0])' 2>/dev/null && break; done)
 TORCH_STD ?= -std=c++20# LibTorch before 2.15: C++17 is enough
-TORCH_CXX  = $(CXX) $(TORCH_STD) -Wall -Wextra -Wpedantic -Wshadow $(WERROR) -I. $(CPPFLAGS) \
-             $(addprefix -isystem $(TORCH)/include,/ /torch/csrc/api/include) -MMD -MP -MF $@.d
+# The wheel of 2.6 has the old strings of libstdc++, and says so there.
+TORCH_ABI  = $(shell grep -o -m1 -e '-D_GLIBCXX_USE_CXX11_ABI=[01]' \
+               $(TORCH)/share/cmake/Torch/TorchConfig.cmake 2>/dev/null)
+TORCH_CXX  = $(CXX) $(TORCH_STD) $(TORCH_ABI) -Wall -Wextra -Wpedantic -Wshadow $(WERROR) -I. \
+             $(CPPFLAGS) $(addprefix -isystem $(TORCH)/include,/ /torch/csrc/api/include) -MMD -MP -MF $@.d
 TORCH_LIBS = -L$(TORCH)/lib -Wl,--no-as-needed,-rpath,$(TORCH)/lib -ltorch -ltorch_cpu -lc10
 
 Q := $(if $(V),,@)# V=1 shows the commands

@@ -1,7 +1,7 @@
 /* fsdp_torch.h - modules of LibTorch (torch::nn::Module in C++) as units of fsdp.h
 
-   The header is C++17, or what your LibTorch asks for, and needs LibTorch 2.6 or newer. Link the
-   program with the library in C (fsdp::lib, or a file with FSDP_IMPLEMENTATION).
+   The header is C++17, or what your LibTorch asks for, and needs LibTorch 2.6 or newer; on GPUs
+   2.11. Link the program with the library in C (fsdp::lib, or a file with FSDP_IMPLEMENTATION).
 
        auto block = fsdp_torch::fully_shard(model, *layer, "h.0"); // any torch::nn::Module
        x = fsdp_torch::forward(block, layer, x);    // or a lambda; several inputs and outputs
@@ -42,6 +42,7 @@ ERRORS
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstdarg>
@@ -57,6 +58,11 @@ ERRORS
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#define FSDPI_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
+#if FSDPI_TORCH < 206
+#error "fsdp_torch.h needs LibTorch 2.6 or newer"
+#endif
 
 namespace fsdp_torch {
 using at::Tensor;
@@ -124,6 +130,19 @@ inline at::ScalarType type_of(fsdp_dtype dtype) {
                                 : at::kFloat;
 }
 
+#if FSDPI_TORCH < 212
+// Gives access to the private flag of a storage that its use throws: before 2.12 LibTorch can set
+// it, and not clear it.
+struct ThrowFlag {
+    using type = bool c10::StorageImpl::*;
+    friend type pointer_to(ThrowFlag);
+};
+template <class Tag, typename Tag::type Member> struct Access {
+    friend typename Tag::type pointer_to(Tag) { return Member; }
+};
+template struct Access<ThrowFlag, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
+
 // A tensor whose storage owns no memory, and what its use says while it points at nothing.
 struct Window {
     at::Storage storage;
@@ -138,7 +157,11 @@ struct Window {
     }
     void at(void *data) {
         c10::StorageImpl *s = storage.unsafeGetStorageImpl();
+#if FSDPI_TORCH < 212
+        s->*pointer_to(ThrowFlag()) = false;
+#else
         s->clear_data_ptr_access_error_msg_();
+#endif
         s->set_data_ptr_noswap(at::DataPtr(data, storage.device()));
         if (!data) s->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
     }
@@ -253,11 +276,13 @@ struct State : torch::CustomClassHolder {
     void follow_stream() {
         const at::Device device = params[0].value.device();
         if (device.is_cpu()) return;
+#if FSDPI_TORCH >= 211 // fully_shard refuses GPUs with older ones
         const c10::impl::VirtualGuardImpl guard(device.type());
         void *now = guard.getStream(device).native_handle();
         if (now == stream) return;
         check(world, fsdp_set_stream(world, now));
         stream = now;
+#endif
     }
 };
 using Ref = c10::intrusive_ptr<State>;
@@ -515,6 +540,8 @@ inline Unit fully_shard(fsdp_model *model, const torch::nn::Module &module, cons
     Modules &modules = Modules::of(model);
     auto s = c10::make_intrusive<State>(model, name, modules);
     const bool gpu = fsdp_model_run_mode(model) == FSDP_RUN_STREAMS;
+    if (gpu && FSDPI_TORCH < 211)
+        refuse(name, "on GPUs the library needs LibTorch 2.11 or newer, to follow its stream");
     std::unordered_set<c10::TensorImpl *> seen;
     std::unordered_set<c10::StorageImpl *> memory;
     for (const auto &named : module.named_parameters()) {
