@@ -936,7 +936,8 @@ int descriptor_of(const struct sockaddr_in &local, const struct sockaddr_in *pee
     if (!all) (void)getrlimit(RLIMIT_NOFILE, &limit);
     // A new descriptor is the lowest that is free: the socket's is probably just below that of
     // `all`. To look at each one takes long in a process with many.
-    for (int fd = all ? dirfd(all) - 1 : -1, tries = 16; fd >= 0 && tries && found < 0; fd--, tries--)
+    const int next = all ? dirfd(all) : 0;
+    for (int fd = next - 1; fd >= 0 && fd > next - 16 && found < 0; fd--)
         if (is_socket(fd, local, peer)) found = fd;
     for (int fd = 0; rlim_t(fd) < limit.rlim_cur && found < 0; fd++)
         if (is_socket(fd, local, peer)) found = fd;
