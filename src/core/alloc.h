@@ -1,6 +1,6 @@
 /* core/alloc.h - host memory, of a world and of a model
 
-   A block is zero-filled, except for scratch, and aligned to 64 bytes. Its size is stored before
+   A block is aligned to 64 bytes and, except for scratch, zero-filled. Its size is stored before
    it, since the caller's allocator gets the size when the library frees the block.
    State: fsdp_model.counters.allocations.
    Callers: unit.h (fsdpi_model_free), backends/fsdp_nccl.h (fsdpi_free), predict.h

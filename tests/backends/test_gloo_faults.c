@@ -766,7 +766,7 @@ TEST_P(gloo_faults, port_scanner, scans) {
     const char *why = n_begin(0); /* a new namespace: no other job's ports are touched */
     if (why) SKIP(why);
     be_near(1);
-    enum { MANY = 300 };
+    enum { MANY = 150 };
     job *calm = undisturbed(3, MANY), *j = make_lone(3, train);
     int *touched = (int *)shared(sizeof *touched);
     struct sockaddr_in at[8];

@@ -992,6 +992,33 @@ static void free_after_sync(scene *s) {
     CUDA(cudaFree(s->x));
     s->x = NULL;
 }
+static void whole(const scene *s, cudaStream_t t) { CUDA(cudaMemsetAsync(s->x, 0, 256, t)); }
+static void whole_twice(scene *s) {
+    whole(s, s->a);
+    whole(s, s->b);
+}
+static void part_of_whole(scene *s) {
+    whole(s, s->a);
+    CUDA(cudaMemsetAsync(s->x + 7, 0, 4, s->b));
+}
+static void whole_after_part(scene *s) {
+    CUDA(cudaMemsetAsync(s->x + 7, 0, 4, s->b));
+    whole(s, s->a);
+}
+static void whole_waits(scene *s) { /* both for the whole and for the part */
+    whole(s, s->a);
+    CUDA(cudaEventRecord(s->e, s->a));
+    CUDA(cudaStreamWaitEvent(s->b, s->e, 0));
+    CUDA(cudaMemsetAsync(s->x + 7, 0, 4, s->b));
+    CUDA(cudaEventRecord(s->e, s->b));
+    CUDA(cudaStreamWaitEvent(s->a, s->e, 0));
+    whole(s, s->a);
+}
+static void free_of_whole(scene *s) {
+    whole(s, s->a);
+    CUDA(cudaFree(s->x));
+    s->x = NULL;
+}
 static void outside(scene *s) {
     static int foreign[64];
     launch(s->a, foreign, NULL, 64, 1, NULL);
@@ -1023,6 +1050,11 @@ static const struct {
               {"default_does_not", default_does_not, 2},
               {"free_in_use", free_in_use, 1},
               {"free_after_sync", free_after_sync, 0},
+              {"whole_twice", whole_twice, 1},
+              {"part_of_whole", part_of_whole, 1},
+              {"whole_after_part", whole_after_part, 1},
+              {"whole_waits", whole_waits, 0},
+              {"free_of_whole", free_of_whole, 1},
               {"outside", outside, 2},
               {"beyond", beyond, 1},
               {"through_thread", through_thread, 0}};

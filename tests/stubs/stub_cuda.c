@@ -541,9 +541,11 @@ static void check_free(state *s, const block *b, const char *name) {
     host *h = myself(s);
     if (!b->shadow && !b->whole.actor[0]) return;
     step(s, &h->clock, h->actor, name);
-    if (!is_before(&b->whole, 0, &h->clock))
+    if (!is_before(&b->whole, 0, &h->clock)) {
         race(s, b, 0, "the end", h->actor, h->clock.at[h->actor], "the write", b->whole.actor[0],
              b->whole.time[0]);
+        return;
+    }
     for (size_t i = 0; i < b->end; i++)
         for (int slot = 0; slot < SLOTS; slot++) {
             const cell *k = &b->shadow[i];
