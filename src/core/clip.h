@@ -12,7 +12,6 @@
 
 #include "../base/float.h"
 #include "../base/hash.h"
-#include "../base/os.h"
 #include "error.h"
 #include "host.h"
 #include "layout.h"

@@ -13,8 +13,6 @@
 #ifndef FSDPI_CORE_OBJECTS_H
 #define FSDPI_CORE_OBJECTS_H
 
-#include "../base/os.h"
-#include "../base/text.h"
 #include "grad_path.h"
 
 #define FSDPI_TEXT 1024

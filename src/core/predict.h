@@ -14,7 +14,6 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
-#include "model.h"
 #include "objects.h"
 #include "pool.h"
 #include "report.h"

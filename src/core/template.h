@@ -14,7 +14,6 @@
 
 #include "../base/hash.h"
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "error.h"
 #include "grad_path.h"
 #include "layout.h"

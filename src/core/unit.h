@@ -13,7 +13,6 @@
 
 #include "../base/hash.h"
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
 #include "grad_path.h"
