@@ -41,7 +41,6 @@ typedef struct fsdpi_stream_clock {
 struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
-    int log_level;
     uint32_t hung;            // [release] 1: work on the device did not end before the deadline
     uint32_t *state;          // [release] fsdpi_fork_word: 1 + status of the first failure
     uint32_t fail_lock;       // fsdpi_lock of `failure`: worker threads fail the world, too
@@ -191,7 +190,7 @@ typedef struct fsdpi_desc {
     void *user;
     int index, num_params; // index: in the model
     fsdp_mesh_info info;
-    fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
+    fsdp_comm *slice_comm; // gathers slices: see `slices`; info.shard_comm gathers shards
     fsdp_dtype policy_dtype, policy_reduce, output_dtype; // mixed precision; KEEP: no cast
     int keep_inputs;                                      // 1: activations are not cast
     int slices; // n if the unit was made with reshard_after_forward = n > 1; otherwise 0
@@ -344,7 +343,6 @@ struct fsdp_model {
     fsdp_model_desc desc; // resolved
     fsdp_mesh *own_mesh;  // mesh of all ranks if the desc has none
     fsdp_mesh_info info;
-    fsdp_comm *shard_reduce_comm;
     int mixed;      // 1: ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // 1: a post_accumulate hook has been set
     int unit_callbacks; // 1: a unit callback has been set

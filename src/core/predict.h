@@ -137,7 +137,6 @@ static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
     r->world.boot = w->boot;
     r->world.rank = w->rank;
     r->world.size = 1; // no other rank gets a failure of the copy
-    r->world.log_level = w->log_level;
     r->world.caps = w->caps;
     r->world.mode = w->mode;
     r->world.state = &r->state;

@@ -379,10 +379,6 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     const fsdp_mesh_info *info = &u->desc.info;
     int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
-    if (info->shard_mesh_dim >= 0)
-        u->desc.reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
-    if (info->replicate_mesh_dim >= 0)
-        u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
         return fsdpi_invalid_arg(m->world,
                                  "[E149] unit '%s': reshard_after_forward is %d, expected "

@@ -243,9 +243,10 @@ static void fsdpi_world_close(fsdp_world *w) {
 
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: unknown
-    w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
+    w->boot.log_level = d->log_level == FSDP_LOG_NONE ? 0
+                        : d->log_level                ? d->log_level
+                                                      : FSDP_LOG_WARN;
     w->boot.logger = d->logger;
-    w->boot.log_level = w->log_level;
     if (!d->logger.log) w->boot.logger.log = fsdpi_stderr_log;
 }
 
