@@ -207,6 +207,7 @@ typedef struct fsdpi_desc {
     FSDPI_GRAD_PATH_OPTIONS(X)
 
 enum { FSDPI_FORWARD, FSDPI_BACKWARD };
+enum { FSDPI_CUSTOM_GATHER, FSDPI_CUSTOM_SCATTER, FSDPI_CUSTOM_ALL_REDUCE, FSDPI_CUSTOM_COUNT };
 
 // The options of a unit, which setters change.
 typedef struct fsdpi_options {
@@ -217,8 +218,8 @@ typedef struct fsdpi_options {
     int32_t num_prefetch[2]; // 0: none, or implicit prefetch
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
-    void *custom_user[3];
+    fsdp_custom_comm custom[FSDPI_CUSTOM_COUNT]; // NULL: the backend's
+    void *custom_user[FSDPI_CUSTOM_COUNT];
 } fsdpi_options;
 
 /* An op that is built at commit: the fields that follow from the kind of step and the dtype group.

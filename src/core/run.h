@@ -51,11 +51,11 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
 // Returns the user's function for a unit's collective in a step, or NULL. Collectives of param_full
 // have none.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
-    int which = op->label == FSDP_LABEL_GATHER     ? 0
-                : op->label == FSDP_LABEL_REDUCE   ? 1
-                : op->label == FSDP_LABEL_REPLICAS ? 2
-                                                   : -1;
-    if (which < 0) return NULL;
+    int which = op->label == FSDP_LABEL_GATHER     ? FSDPI_CUSTOM_GATHER
+                : op->label == FSDP_LABEL_REDUCE   ? FSDPI_CUSTOM_SCATTER
+                : op->label == FSDP_LABEL_REPLICAS ? FSDPI_CUSTOM_ALL_REDUCE
+                                                   : FSDPI_CUSTOM_COUNT;
+    if (which == FSDPI_CUSTOM_COUNT) return NULL;
     *user = op->unit->options.custom_user[which];
     return op->unit->options.custom[which];
 }

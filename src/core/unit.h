@@ -266,7 +266,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.hook = u->options.all_reduce_hook != NULL;
-    f.custom_all_reduce = u->options.custom[2] != NULL;
+    f.custom_all_reduce = u->options.custom[FSDPI_CUSTOM_ALL_REDUCE] != NULL;
 #define FSDP_X(type, name, initial) f.name = u->options.name;
     FSDPI_GRAD_PATH_OPTIONS(FSDP_X)
 #undef FSDP_X
