@@ -436,9 +436,6 @@ FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int ki
         return fsdpi_invalid_arg(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*",
                                  kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
-    if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_invalid_arg(
-            w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
         return fsdpi_invalid_arg(

@@ -1163,7 +1163,7 @@ TEST(faults, null_and_range) {
     REFUSED(w, fsdp_broadcast(w, NULL, &x, -8, 0), "-8");
     CALL(w, fsdp_mesh_1d(w, NULL, &mesh));
     REFUSED(w, fsdp_mesh_info_init(mesh, 7, 0, -1, &info), "kind is 7");
-    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, -1, &info), "at least one");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, -1, &info), "E120");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, 0, &info), "FSDP");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, 0, -1, &info), "DDP");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, -1, &info), "HSDP");
