@@ -286,8 +286,7 @@ static FSDP_COLD fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
-        fsdpi_dtype_group new_part, *part;
-        memset(&new_part, 0, sizeof new_part);
+        fsdpi_dtype_group new_part = FSDP_ZERO, *part;
         new_part.dtype = p->dtype;
         new_part.param_dtype = casts ? u->desc.policy_dtype : p->dtype;
         new_part.extended = p->extension.sizes ? p : NULL;

@@ -304,11 +304,10 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 
 FSDP_API FSDP_COLD fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
-    fsdp_world early; // has rank, log level and errors until the world exists
+    fsdp_world early = FSDP_ZERO; // has rank, log level and errors until the world exists
     if (!world) return fsdp_fail_null(NULL, "fsdp_init", "world");
     *world = NULL;
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc"));
-    memset(&early, 0, sizeof early);
     fsdpi_world_messages(&early, &d);
     fsdp_status status = fsdpi_world_make(&early, &d, world);
     if (status) fsdpi_set_error(NULL, early.error);
