@@ -285,8 +285,7 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-/* Status. Zero is success; there is one code per reaction. The text of the last failure, which
-   names rank, unit, operation, expected and got, is fsdp_last_error(world).                      */
+/* Status. Zero is success; there is one code per reaction. See ERRORS above.                     */
 
 #define FSDP_STATUS_LIST(X)                                                                       \
     X(OK, 0, "success")                                                                           \
@@ -523,9 +522,8 @@ typedef struct fsdp_world_desc {
 } fsdp_world_desc;
 
 /* fsdp_init - join the job
-   desc        NULL or all zero: the library takes rank, size and the job's name from the
-               environment of torchrun, tools/fsdprun, mpirun, srun or flux. If nothing is set, the
-               world has 1 rank
+   desc        NULL or all zero: rank, size and the job's name are the launcher's (ENVIRONMENT). If
+               nothing is set, the world has 1 rank
    world       you own it: end it with fsdp_shutdown. NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field or the variable), UNSUPPORTED (the
                backend is not compiled in), OUT_OF_MEMORY, TIMEOUT (the text names a rank that did
@@ -719,8 +717,7 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
                                          int replicate_dim, fsdp_mesh_info *out);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Model, units and parameters. One fully_shard call makes one unit: the library gathers its
-   parameters together and reduces them together. The model is the root of all units.             */
+/* Model, units and parameters.                                                                   */
 
 // Values of reshard_after_forward. An integer n >= 2 that divides the shard group keeps 1/n of the
 // gathered parameters after forward; in backward the unit then gathers over n neighbouring ranks.
@@ -1019,8 +1016,8 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 /* fsdp_model_broadcast - copy the parameters of one replica, and what optimizers and averages keep
    of them, to all others (HSDP; units that replicate), between steps; ends with
    fsdp_params_changed. Replicas average gradients and not parameters: if they begin with different
-   values, they stay different. So the first fsdp_finalize_backward compares
-   the values of all replicas, and logs if they differ. What you load later is not compared
+   values, they stay different. So the first fsdp_finalize_backward compares them, and logs if they
+   differ. What you load later is not compared
    unit        NULL: all units. A unit that does not replicate is left as it is
    root        position of that replica along the replicate dim, 0 .. number of replicas - 1
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), MISMATCH (a unit has other
@@ -1086,11 +1083,10 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
                fsdp_data_dtype, or takes any dtype
    Result      memory of the library, on GPUs of the device, ready in the order of your stream. In a
                wrong state, with a wrong index or dtype it is valid memory with undefined contents,
-               as after an abort; a text is logged, in a step once for each unit and call, and
-               fsdp_finalize_backward reports the failure.
-               NULL: unit is NULL, or there is no memory for such contents. Never NULL for a
-               parameter of size zero. Addresses are multiples of 64 bytes, on GPUs of 256. If steps
-               have the same order of calls, they repeat from the second step on
+               as after an abort (ERRORS); a step logs a text once for each unit and call. NULL:
+               unit is NULL, or there is no memory for such contents. Never NULL for a parameter of
+               size zero. Addresses are multiples of 64 bytes, on GPUs of 256. If steps have the
+               same order of calls, they repeat from the second step on
    Allocates   at the first failure
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data_as(fsdp_unit *unit, int index, fsdp_dtype dtype);
@@ -1183,10 +1179,9 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, doub
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm);
 
 /* GRADIENTS THAT ARE NOT REDUCED stay in a unit until its next reduction, which adds them to its
-   own. If you turn sync on in the wrong microbatch, or leave a window out, they enter the sums of
-   the next window. So fsdp_zero_grad, fsdp_clip_grads, fsdp_params_changed and the steps of
-   optimizers log once for each model and call that a unit holds some. Loads, freezes and casts fail
-   with INVALID_STATE. fsdp_model_reset drops them, and reduced ones.                             */
+   own: those of another window, if you turn sync on in the wrong microbatch or leave a window out.
+   So fsdp_zero_grad, fsdp_clip_grads, fsdp_params_changed and the steps of optimizers log once for
+   each model and call that a unit holds some. Loads, freezes and casts fail with INVALID_STATE.  */
 
 /* fsdp_model_reset - make every unit IDLE and SHARDED after an interrupted step. It drops
    gradients, reduced ones included, and microbatches that are not reduced

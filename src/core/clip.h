@@ -12,7 +12,6 @@
 
 #include "../base/float.h"
 #include "../base/hash.h"
-#include "../base/os.h"
 #include "error.h"
 #include "host.h"
 #include "layout.h"
@@ -84,7 +83,8 @@ static fsdp_status fsdpi_norm(fsdp_model *m, uint64_t given) {
         FSDPI_TRY(fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar,
                                   FSDP_F64, 0, 1, 0));
     if (!m->mixed)
-        FSDPI_TRY(fsdpi_norm_reduce(m, given, m->shard_reduce_comm, m->info.shard_mesh_size));
+        FSDPI_TRY(fsdpi_norm_reduce(m, given, fsdpi_reduce_comm(mesh, m->info.shard_mesh_dim),
+                                    m->info.shard_mesh_size));
     else if (fsdpi_mesh_numel(mesh) == m->world->size)
         FSDPI_TRY(fsdpi_norm_reduce(m, given, m->world->reduce_comm, m->world->size));
     else

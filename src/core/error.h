@@ -39,7 +39,7 @@ static void fsdpi_stderr_log(int level, fsdp_status code, int rank, const char *
 }
 
 static void fsdpi_log(const fsdp_world *w, int level, fsdp_status code, const char *text) {
-    if (w && level > w->log_level) return;
+    if (w && level > w->boot.log_level) return;
     if (w) (w->boot.logger.log)(level, code, w->rank, text, w->boot.logger.user);
     else fsdpi_stderr_log(level, code, -1, text, NULL);
 }
@@ -63,7 +63,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_why_failed(const fsdp_world *w) {
              "world in the rank's process alone, and call exec or _exit in the child",
              w->rank, (int)getpid());
     fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INVALID_STATE, w->failure);
-    copy->log_level = 0; // log it once
+    copy->boot.log_level = 0; // log it once
     return FSDP_ERR_INVALID_STATE;
 }
 

@@ -13,7 +13,6 @@
 #define FSDPI_CORE_EXT_DISPATCH_H
 
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "../base/text.h"
 #include "flight.h"
 #include "objects.h"

@@ -14,7 +14,6 @@
 #include "../base/macros.h"
 #include "error.h"
 #include "objects.h"
-#include "ops.h"
 #include "pool.h"
 #include "grad_path.h"
 #include "template.h"

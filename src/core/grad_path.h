@@ -14,7 +14,6 @@
 #define FSDPI_CORE_GRAD_PATH_H
 
 #include <math.h>
-#include <string.h>
 
 /* The options of a unit that decide its gradient path: type, name, value in a new unit. They are
    fields of fsdpi_facts and of fsdpi_options. */
@@ -262,8 +261,7 @@ static int fsdpi_grad_path_scatter(const fsdpi_facts *f, const fsdpi_scales *s, 
 static fsdpi_grad_path fsdpi_grad_path_of(const fsdpi_facts *f, int held) {
     const fsdpi_scales s = fsdpi_facts_scales(f);
     const int reduces = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
-    fsdpi_grad_path r;
-    memset(&r, 0, sizeof r);
+    fsdpi_grad_path r = FSDP_ZERO;
     r.held = (uint8_t)held;
     int at = fsdpi_grad_path_local(f, s.before, reduces, &r);
     if (!reduces) return r;

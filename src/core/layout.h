@@ -16,7 +16,6 @@
 #include "objects.h"
 #include "shard_math.h"
 
-#include <string.h>
 
 static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
@@ -110,8 +109,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
     int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel, align);
     int64_t end = finals;
     for (int trainable = 1; trainable >= 0; trainable--) {
-        fsdp_layout lay;
-        memset(&lay, 0, sizeof lay);
+        fsdp_layout lay = FSDP_ZERO;
         lay.shard_base = trainable ? part->train.base : part->frozen.base;
         lay.full_base = trainable ? part->slot : frozen_full;
         lay.final_base = end;
@@ -137,9 +135,8 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_dtype_group *part, fsdp_layout
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int64_t reduce = fsdpi_shards(u) * part->train.shard_numel;
     fsdpi_op_list *scatter = &u->layout.reduce_scatter[0];
-    fsdp_layout lay;
+    fsdp_layout lay = FSDP_ZERO;
     if (part->num_train == 0) return;
-    memset(&lay, 0, sizeof lay);
     part->grad = u->layout.grad_bytes / size;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
@@ -171,8 +168,7 @@ static FSDP_COLD fsdp_status fsdpi_layout_compute(fsdp_unit *u, fsdp_layout_para
         part->copy_out.num = part->chunk_cat.num = 0;
         part->reduce = u->layout.train_numel;
         for (int trainable = 1; trainable >= 0; trainable--) {
-            fsdp_layout lay;
-            memset(&lay, 0, sizeof lay);
+            fsdp_layout lay = FSDP_ZERO;
             fsdp_status status = fsdpi_param_list_layout(u, part, trainable, &lay, tmp, NULL, NULL);
             if (status) return status;
             fsdpi_param_list *list = trainable ? &part->train : &part->frozen;
@@ -286,8 +282,7 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
 
 // Fills to_in: the blocks from the gradients in GRAD to the segments of REDUCE_IN.
 static void fsdpi_sum_list(fsdp_unit *u, fsdpi_dtype_group *part) {
-    fsdp_layout lay;
-    memset(&lay, 0, sizeof lay);
+    fsdp_layout lay = FSDP_ZERO;
     lay.world = fsdpi_shards(u);
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];

@@ -205,12 +205,8 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
     }
-    sub->mesh = mesh;
-    sub->dim = dim;
-    sub->size = size;
-    sub->stream = stream;
-    sub->number = w->num_comms;
-    sub->next = w->subgroups;
+    fsdpi_subgroup made = {mesh, dim, size, stream, w->num_comms, sub->comm, w->subgroups};
+    *sub = made;
     w->subgroups = sub;
     *out = sub->comm;
     return FSDP_OK;
@@ -440,9 +436,6 @@ FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int ki
         return fsdpi_invalid_arg(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*",
                                  kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
-    if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_invalid_arg(
-            w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
         return fsdpi_invalid_arg(
@@ -468,6 +461,11 @@ FSDP_API FSDP_COLD fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int ki
     out->shard_comm = shards ? mesh->gather_comm[shard_dim] : NULL;
     out->replicate_comm = replicates ? mesh->gather_comm[replicate_dim] : NULL;
     return FSDP_OK;
+}
+
+// Returns the communicator of reductions along a dim; NULL if dim is -1.
+static fsdp_comm *fsdpi_reduce_comm(const fsdp_mesh *mesh, int dim) {
+    return dim < 0 ? NULL : mesh->reduce_comm[dim];
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {

@@ -107,8 +107,6 @@ FSDP_API FSDP_COLD fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_m
     m->desc.mesh_info = NULL; // it is the caller's, and may not live on
     m->mixed = m->info.shard_mesh_size * m->info.replicate_mesh_size !=
                fsdpi_mesh_numel(m->info.mesh);
-    if (m->info.shard_mesh_dim >= 0)
-        m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
     m->number = world->num_models++;
     m->next = world->models;
     world->models = m;

@@ -13,8 +13,6 @@
 #ifndef FSDPI_CORE_OBJECTS_H
 #define FSDPI_CORE_OBJECTS_H
 
-#include "../base/os.h"
-#include "../base/text.h"
 #include "grad_path.h"
 
 #define FSDPI_TEXT 1024
@@ -43,7 +41,6 @@ typedef struct fsdpi_stream_clock {
 struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
-    int log_level;
     uint32_t hung;            // [release] 1: work on the device did not end before the deadline
     uint32_t *state;          // [release] fsdpi_fork_word: 1 + status of the first failure
     uint32_t fail_lock;       // fsdpi_lock of `failure`: worker threads fail the world, too
@@ -193,7 +190,7 @@ typedef struct fsdpi_desc {
     void *user;
     int index, num_params; // index: in the model
     fsdp_mesh_info info;
-    fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
+    fsdp_comm *slice_comm; // gathers slices: see `slices`; info.shard_comm gathers shards
     fsdp_dtype policy_dtype, policy_reduce, output_dtype; // mixed precision; KEEP: no cast
     int keep_inputs;                                      // 1: activations are not cast
     int slices; // n if the unit was made with reshard_after_forward = n > 1; otherwise 0
@@ -210,6 +207,7 @@ typedef struct fsdpi_desc {
     FSDPI_GRAD_PATH_OPTIONS(X)
 
 enum { FSDPI_FORWARD, FSDPI_BACKWARD };
+enum { FSDPI_CUSTOM_GATHER, FSDPI_CUSTOM_SCATTER, FSDPI_CUSTOM_ALL_REDUCE, FSDPI_CUSTOM_COUNT };
 
 // The options of a unit, which setters change.
 typedef struct fsdpi_options {
@@ -220,8 +218,8 @@ typedef struct fsdpi_options {
     int32_t num_prefetch[2]; // 0: none, or implicit prefetch
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
-    void *custom_user[3];
+    fsdp_custom_comm custom[FSDPI_CUSTOM_COUNT]; // NULL: the backend's
+    void *custom_user[FSDPI_CUSTOM_COUNT];
 } fsdpi_options;
 
 /* An op that is built at commit: the fields that follow from the kind of step and the dtype group.
@@ -346,7 +344,6 @@ struct fsdp_model {
     fsdp_model_desc desc; // resolved
     fsdp_mesh *own_mesh;  // mesh of all ranks if the desc has none
     fsdp_mesh_info info;
-    fsdp_comm *shard_reduce_comm;
     int mixed;      // 1: ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // 1: a post_accumulate hook has been set
     int unit_callbacks; // 1: a unit callback has been set

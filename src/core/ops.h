@@ -9,7 +9,6 @@
 #ifndef FSDPI_CORE_OPS_H
 #define FSDPI_CORE_OPS_H
 
-#include "error.h"
 #include "layout.h"
 #include "../base/macros.h"
 #include "objects.h"

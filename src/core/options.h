@@ -17,9 +17,7 @@
 #include "../base/float.h"
 #include "../base/macros.h"
 #include "objects.h"
-#include "../base/os.h"
 #include "gather.h"
-#include "grad_path.h"
 #include "run.h"
 #include "step.h"
 #include "unit.h"
@@ -281,7 +279,8 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     FSDPI_TRY(fsdpi_set_hook(u, what));
     // It decides by how much unreduced gradients have been divided so far.
-    if (which == 2 && fsdpi_holds_grads(u)) return fsdpi_refuse_waiting(u, what);
+    if (which == FSDPI_CUSTOM_ALL_REDUCE && fsdpi_holds_grads(u))
+        return fsdpi_refuse_waiting(u, what);
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
     fsdpi_option_changed(u);
@@ -290,15 +289,15 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
 
 FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook,
                                                 void *user) {
-    return fsdpi_set_custom(unit, "set_custom_all_gather", 0, hook, user);
+    return fsdpi_set_custom(unit, "set_custom_all_gather", FSDPI_CUSTOM_GATHER, hook, user);
 }
 FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
                                                     void *user) {
-    return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
+    return fsdpi_set_custom(unit, "set_custom_reduce_scatter", FSDPI_CUSTOM_SCATTER, hook, user);
 }
 FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
                                                 void *user) {
-    return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
+    return fsdpi_set_custom(unit, "set_custom_all_reduce", FSDPI_CUSTOM_ALL_REDUCE, hook, user);
 }
 
 static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,

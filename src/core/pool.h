@@ -14,7 +14,6 @@
 #define FSDPI_CORE_POOL_H
 
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "../base/text.h"
 #include "alloc.h"
 #include "error.h"

@@ -14,7 +14,6 @@
 #include "alloc.h"
 #include "commit.h"
 #include "error.h"
-#include "model.h"
 #include "objects.h"
 #include "pool.h"
 #include "report.h"
@@ -93,7 +92,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     return copy;
 }
 
-// Allocates no memory. This and the next functions are a device without memory, for the calls that
+// Allocates no memory. This and the next function are a device without memory, for the calls that
 // a model makes while no op runs.
 static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
     (void)device, (void)kind, (void)size;
@@ -102,11 +101,6 @@ static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, 
 }
 static void fsdpi_none_free(fsdp_device *device, int kind, void *ptr, size_t size) {
     (void)device, (void)kind, (void)ptr, (void)size;
-}
-static fsdp_status fsdpi_none_event(fsdp_device *device, void **native) {
-    (void)device;
-    *native = NULL;
-    return FSDP_OK;
 }
 
 // Takes every op, so that none runs: `op` of the extension.
@@ -138,7 +132,6 @@ static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
     r->world.boot = w->boot;
     r->world.rank = w->rank;
     r->world.size = 1; // no other rank gets a failure of the copy
-    r->world.log_level = w->log_level;
     r->world.caps = w->caps;
     r->world.mode = w->mode;
     r->world.state = &r->state;
@@ -148,7 +141,6 @@ static void fsdpi_predict_world(fsdpi_prediction *r, const fsdp_world *w) {
     r->device.flags = w->device_ops->flags;
     r->device.alloc = fsdpi_none_alloc;
     r->device.free = fsdpi_none_free;
-    r->device.event = fsdpi_none_event;
     r->taker.e.op = fsdpi_take_all;
     r->model.world = &r->world;
     r->model.attached = &r->taker;

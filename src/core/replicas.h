@@ -13,7 +13,6 @@
 
 #include "../base/hash.h"
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
 #include "layout.h"
@@ -32,7 +31,7 @@ static int fsdpi_is_replicated(const fsdp_unit *u) {
 // Runs a collective of a unit's replicas on host data.
 static fsdp_status fsdpi_replicas_meet(const fsdp_unit *u, int kind, const char *what, int root,
                                        void *data, int64_t count, fsdp_dtype dtype) {
-    fsdp_op op = fsdpi_host_op(kind, what, dtype);
+    fsdp_op op = fsdpi_world_op(kind, FSDP_LABEL_WORLD, what, dtype);
     op.redop = FSDP_MAX;
     op.group_size = fsdpi_replicas(u);
     op.root = root;

@@ -51,11 +51,11 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
 // Returns the user's function for a unit's collective in a step, or NULL. Collectives of param_full
 // have none.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
-    int which = op->label == FSDP_LABEL_GATHER     ? 0
-                : op->label == FSDP_LABEL_REDUCE   ? 1
-                : op->label == FSDP_LABEL_REPLICAS ? 2
-                                                   : -1;
-    if (which < 0) return NULL;
+    int which = op->label == FSDP_LABEL_GATHER     ? FSDPI_CUSTOM_GATHER
+                : op->label == FSDP_LABEL_REDUCE   ? FSDPI_CUSTOM_SCATTER
+                : op->label == FSDP_LABEL_REPLICAS ? FSDPI_CUSTOM_ALL_REDUCE
+                                                   : FSDPI_CUSTOM_COUNT;
+    if (which == FSDPI_CUSTOM_COUNT) return NULL;
     *user = op->unit->options.custom_user[which];
     return op->unit->options.custom[which];
 }
@@ -531,18 +531,23 @@ static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     return status;
 }
 
+// Returns an op that belongs to no model: a transfer, or a collective on host data.
+static fsdp_op fsdpi_world_op(int kind, int label, const char *what, fsdp_dtype dtype) {
+    fsdp_op op = FSDP_ZERO;
+    op.kind = (uint8_t)kind;
+    op.label = (uint8_t)label;
+    op.what = what;
+    op.dtype = op.out_dtype = (uint8_t)dtype;
+    op.scale = 1.0;
+    return op;
+}
+
 /* Copies rows of bytes between host and device memory, or within one of them, after the work of
    COMPUTE; the copy is done on return. So the host waits: a steady step does this only for numbers
    that the host asks for, as a norm. */
 static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
                                        const fsdp_block *rows) {
-    fsdp_op op = FSDP_ZERO;
-    op.kind = FSDP_OP_COPY;
-    op.label = FSDP_LABEL_TRANSFER;
-    op.stream = FSDP_STREAM_COMPUTE;
-    op.what = "transfer";
-    op.dtype = op.out_dtype = FSDP_U8;
-    op.scale = 1.0;
+    fsdp_op op = fsdpi_world_op(FSDP_OP_COPY, FSDP_LABEL_TRANSFER, "transfer", FSDP_U8);
     op.count = op.bytes = (uint64_t)(rows->width * rows->height);
     op.list = rows;
     op.list_count = 1;

@@ -73,9 +73,8 @@ static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
 static fsdp_status fsdpi_spawn_run(fsdpi_spawn_rank *me) {
     fsdpi_spawn *s = me->spawn;
     fsdp_world_desc d = s->world;
-    fsdpi_spawn_report r;
+    fsdpi_spawn_report r = FSDP_ZERO;
     char text[64];
-    memset(&r, 0, sizeof r);
     d.rank = d.local_rank = r.rank = me->rank;
     r.status = (int32_t)fsdp_init(&d, &me->world);
     fsdp_world *world = me->world;
@@ -226,9 +225,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
 
 FSDP_API FSDP_COLD fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, void *arg) {
     fsdp_spawn_desc d;
-    fsdpi_spawn s;
+    fsdpi_spawn s = FSDP_ZERO;
     char job[64];
-    memset(&s, 0, sizeof s);
     fsdp_status status = FSDP_OK;
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc"));
     FSDPI_TRY(fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc"));

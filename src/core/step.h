@@ -15,7 +15,6 @@
 #define FSDPI_CORE_STEP_H
 
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "../base/text.h"
 #include "alloc.h"
 #include "commit.h"

@@ -14,10 +14,10 @@
 
 #include "../base/hash.h"
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "error.h"
 #include "grad_path.h"
 #include "layout.h"
+#include "mesh.h"
 #include "objects.h"
 #include "ops.h"
 #include "pool.h"
@@ -128,8 +128,10 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_d
     const fsdpi_step_row *row = &fsdpi_step_rows[kind];
     const char *owner = part ? (const char *)part : (const char *)&u->layout;
     const int sizes[] = {0, fsdpi_shards(u), u->desc.slices, fsdpi_shards(u), fsdpi_replicas(u)};
-    fsdp_comm *const comms[] = {NULL, u->desc.info.shard_comm, u->desc.slice_comm,
-                                u->desc.reduce_comm, u->desc.replicate_comm};
+    const fsdp_mesh_info *info = &u->desc.info;
+    fsdp_comm *const comms[] = {NULL, info->shard_comm, u->desc.slice_comm,
+                                fsdpi_reduce_comm(info->mesh, info->shard_mesh_dim),
+                                fsdpi_reduce_comm(info->mesh, info->replicate_mesh_dim)};
     const int calls = row->call && (!part || part->extended);
     int label = row->label;
     memset(t, 0, sizeof *t); // from = to = SHARD, as in no step: places are not set

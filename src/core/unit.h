@@ -13,7 +13,6 @@
 
 #include "../base/hash.h"
 #include "../base/macros.h"
-#include "../base/os.h"
 #include "alloc.h"
 #include "error.h"
 #include "grad_path.h"
@@ -267,7 +266,7 @@ static void fsdpi_unit_facts(fsdp_unit *u) {
     f.debug = md->debug || fsdpi_is_guarded(u->model->world);
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.hook = u->options.all_reduce_hook != NULL;
-    f.custom_all_reduce = u->options.custom[2] != NULL;
+    f.custom_all_reduce = u->options.custom[FSDPI_CUSTOM_ALL_REDUCE] != NULL;
 #define FSDP_X(type, name, initial) f.name = u->options.name;
     FSDPI_GRAD_PATH_OPTIONS(FSDP_X)
 #undef FSDP_X
@@ -287,8 +286,7 @@ static FSDP_COLD fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
-        fsdpi_dtype_group new_part, *part;
-        memset(&new_part, 0, sizeof new_part);
+        fsdpi_dtype_group new_part = FSDP_ZERO, *part;
         new_part.dtype = p->dtype;
         new_part.param_dtype = casts ? u->desc.policy_dtype : p->dtype;
         new_part.extended = p->extension.sizes ? p : NULL;
@@ -380,10 +378,6 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     const fsdp_mesh_info *info = &u->desc.info;
     int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
-    if (info->shard_mesh_dim >= 0)
-        u->desc.reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
-    if (info->replicate_mesh_dim >= 0)
-        u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
         return fsdpi_invalid_arg(m->world,
                                  "[E149] unit '%s': reshard_after_forward is %d, expected "

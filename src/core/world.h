@@ -1,7 +1,7 @@
 /* core/world.h - a world begins and ends; collectives on host data
 
    State: fsdp_world: rank, size, backend, device, streams or worker threads, communicators.
-   Callers: programs and replicas.h (fsdpi_host_op).
+   Callers: programs and replicas.h (fsdpi_host_collective).
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_H
@@ -243,9 +243,10 @@ static void fsdpi_world_close(fsdp_world *w) {
 
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: unknown
-    w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
+    w->boot.log_level = d->log_level == FSDP_LOG_NONE ? 0
+                        : d->log_level                ? d->log_level
+                                                      : FSDP_LOG_WARN;
     w->boot.logger = d->logger;
-    w->boot.log_level = w->log_level;
     if (!d->logger.log) w->boot.logger.log = fsdpi_stderr_log;
 }
 
@@ -303,11 +304,10 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 
 FSDP_API FSDP_COLD fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
-    fsdp_world early; // has rank, log level and errors until the world exists
+    fsdp_world early = FSDP_ZERO; // has rank, log level and errors until the world exists
     if (!world) return fsdp_fail_null(NULL, "fsdp_init", "world");
     *world = NULL;
     FSDPI_TRY(fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc"));
-    memset(&early, 0, sizeof early);
     fsdpi_world_messages(&early, &d);
     fsdp_status status = fsdpi_world_make(&early, &d, world);
     if (status) fsdpi_set_error(NULL, early.error);
@@ -375,27 +375,16 @@ FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
 /* -------------------------------------------------------------------------------------------- */
 // Collectives on host data.
 
-static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
-    fsdp_op op = FSDP_ZERO;
-    op.kind = (uint8_t)kind;
-    op.what = what;
-    op.dtype = (uint8_t)dtype;
-    op.in_place = 1;
-    return op;
-}
-
 // Runs a collective on data in host or device memory. Copies the data through memory that peers may
 // read, FSDPI_BOUNCE bytes at a time.
 static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
                                          int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);
     int64_t step = (int64_t)(FSDPI_BOUNCE / size);
-    op->label = FSDP_LABEL_WORLD;
+    op->in_place = 1;
     op->what_hash = fsdpi_hash_text(op->what);
     op->comm = comm;
     op->src_ptr = op->dst_ptr = w->bounce;
-    op->out_dtype = op->dtype;
-    op->scale = 1.0;
     fsdpi_drain(w); // worker threads may use the communicator
     int64_t at = 0;
     do {
@@ -452,7 +441,7 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
             "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
             "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
             fsdp_dtype_name(dtype), op);
-    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
+    fsdp_op record = fsdpi_world_op(FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
 }
@@ -464,14 +453,14 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (root < 0 || root >= size)
         return fsdpi_invalid_arg(world, "[E107] broadcast: root is %d, expected 0..%d", root,
                                  size - 1);
-    fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
+    fsdp_op record = fsdpi_world_op(FSDP_OP_BROADCAST, FSDP_LABEL_WORLD, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }
 
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
     int32_t one = 1;
     FSDPI_TRY(fsdpi_host_call(world, NULL, &one, 1, "barrier"));
-    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
+    fsdp_op record = fsdpi_world_op(FSDP_OP_ALL_REDUCE, FSDP_LABEL_WORLD, "fsdp_barrier", FSDP_I32);
     return fsdpi_host_mesh(world, NULL, &record, 0, &one, 1);
 }
 

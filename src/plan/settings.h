@@ -30,7 +30,7 @@ static uint64_t fsdpi_plan_settings_of(const fsdp_unit *u, const fsdpi_options *
             fsdpi_mix(&h, (uint64_t)o->prefetch[back][i]);
     }
     fsdpi_mix(&h, o->all_reduce_hook != NULL);
-    for (int i = 0; i < 3; i++) fsdpi_mix(&h, o->custom[i] != NULL);
+    for (int i = 0; i < FSDPI_CUSTOM_COUNT; i++) fsdpi_mix(&h, o->custom[i] != NULL);
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         int flags = p->requires_grad << 1 | (p->grad_hook != NULL);

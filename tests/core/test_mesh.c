@@ -930,9 +930,9 @@ TEST(mesh_info, refused) {
     fsdp_world *w = fake_world(&f, 3, 4);
     const fsdp_mesh *mesh = make(w, 2, shape, NULL, 1);
     fsdp_mesh_info i;
-    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, -1, &i), "at least one");
-    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, -1, &i), "at least one");
-    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, -1, -1, &i), "at least one");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, -1, &i), "E120");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, -1, &i), "E120");
+    REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, -1, -1, &i), "E120");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, -1, 0, &i), "FSDP");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, 1, &i), "FSDP");
     REFUSED(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, 0, -1, &i), "DDP");
