@@ -864,7 +864,7 @@ typedef struct {
 static const cycle cycles[] = {{"in_order", no_quirk, 2, CYCLES, 20000, FSDP_OK, 24 << 10},
                                {"aborted", one_aborts, 3, 20, 20000, FSDP_ERR_ABORTED, 24 << 10},
                                {"broken", one_breaks, 2, 6, 20000, FSDP_ERR_BACKEND, 24 << 10},
-                               {"late", one_is_late, 2, 4, 200, FSDP_ERR_TIMEOUT, 40 << 10}};
+                               {"late", one_is_late, 2, 4, 1200, FSDP_ERR_TIMEOUT, 40 << 10}};
 
 static void cycles_main(job *j, int rank) {
     const cycle *c = (const cycle *)j->extra;
