@@ -28,7 +28,7 @@
 #include <time.h>        /* clock_gettime */
 #include <unistd.h>      /* ftruncate, getpid, close */
 
-enum { RANKS = 64, ALIGN = 2 << 20, YIELDS = 8 };
+enum { RANKS = 64, ALIGN = 2 << 20, YIELDS = 8, YIELD_NS = 50000 };
 #define STAGE ((size_t)262144) /* bytes that a rank shows at once */
 #define PIECE ((size_t)16384)  /* bytes of a message */
 enum { WORDS = 8 };
@@ -354,10 +354,18 @@ static int all_have_arrived(const ncclComm_t c) {
     return 1;
 }
 
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* Arrives, and waits for all others, which the last one wakes. Returns 0 if aborted before that.
-   To yield a few times costs less than to sleep and to be woken. */
+   To yield a few times costs less than to sleep and to be woken, but on a machine with much to run
+   each time may take long. */
 static int meet(ncclComm_t c) {
     shared *s = c->file->at;
+    int64_t start = 0;
     __atomic_store_n(&s->members[c->rank].arrived, ++c->turn, __ATOMIC_SEQ_CST);
     if (all_have_arrived(c)) {
         ring(s);
@@ -366,12 +374,10 @@ static int meet(ncclComm_t c) {
     for (int turn = 0;; turn++) {
         uint32_t seen = LOAD(&s->bell);
         if (all_have_arrived(c)) return 1;
-        if (turn < YIELDS) {
-            sched_yield();
-            continue;
-        }
         if (LOAD(&c->aborted) || (c->parent && LOAD(&c->parent->aborted))) return 0;
-        pause_until_rung(c, seen);
+        if (!start) start = now_ns();
+        if (turn < YIELDS && now_ns() - start < YIELD_NS) sched_yield();
+        else pause_until_rung(c, seen);
     }
 }
 
