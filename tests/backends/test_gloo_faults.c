@@ -312,12 +312,25 @@ static void all_timed_out(job *j, int except, int extra_ms, int is_alone) {
     }
 }
 
+/* Starts the job, and waits until the victim runs. A world with so short a deadline may not open on
+   a busy machine: then it starts again. */
+static job *start_stop(const stop *row) {
+    for (int turn = 0;; turn++) {
+        job *j = make_job(row->world, row->timeout_ms, row->body);
+        j->victim = row->victim, j->lanes = row->lanes, j->bytes = row->bytes;
+        start(j);
+        if (await(j, j->victim, row->place, row->bytes ? 2 : 12)) return j;
+        J_CHECK(j, turn < 3 && allowed_ms(j, 0) > 0, "it does not run");
+        J_CHECK(j, !finish(j, 5000), "a rank hangs");
+        for (int k = 0; k < j->world; k++)
+            J_CHECK(j, strstr(j->rank[k].text, "has not connected within"), "it does not open");
+        munmap(j, sizeof *j);
+    }
+}
+
 TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
     be_near(row->near);
-    job *j = make_job(row->world, row->timeout_ms, row->body);
-    j->victim = row->victim, j->lanes = row->lanes, j->bytes = row->bytes;
-    start(j);
-    J_CHECK(j, await(j, j->victim, row->place, row->bytes ? 2 : 12), "it does not run");
+    job *j = start_stop(row);
     usleep((useconds_t)row->delay_us);
     mark(j);
     kill(j->pid[j->victim], SIGSTOP);
