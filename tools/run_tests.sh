@@ -15,7 +15,7 @@
 # --filter runs only tests with this text, or of this glob; it leaves out *.py.
 # --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
 # gate checks that tests named in documents and ported tests passed (check_text.py tests).
-# So many programs run at a time: JOBS, or two for a core and four more, as they wait half of the
+# So many programs run at a time: JOBS, or two for a core and six more, as they wait half of the
 # time. Each is shown as a whole when it has ended; with JOBS=1, as it runs. A terminal shows one
 # line of progress, and only programs in which something failed. Why tests were skipped stands at
 # the end. The exit status is 0 only if something ran and nothing failed.
@@ -136,7 +136,7 @@ done
 long='/test_(fsdprun|gloo_faults|nccl|nccl_faults)( |$)'
 { grep -E "$long" "$FSDP_JOBS/list"; grep -vE "$long" "$FSDP_JOBS/list"; } >"$FSDP_JOBS/sorted"
 mv "$FSDP_JOBS/sorted" "$FSDP_JOBS/list"
-seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc) + 4))}" -n 1 "$0" --one
+seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc) + 6))}" -n 1 "$0" --one
 if [ -n "$ran" ] && [ -z "$filter" ]; then
     sort "$FSDP_JOBS/ran" >"$ran"
     add "FSDP_RAN=$ran" tools/check.sh --one text.tests

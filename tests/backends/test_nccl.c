@@ -1684,7 +1684,9 @@ static void inside_cuda(int rank, int world, void *arg) {
     status = fsdp_barrier(j.w);
     CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
     const char *text = fsdp_last_error(j.w);
-    CHECK_MSG(strstr(text, alone ? "CUDA has not returned" : "rank 2"), "%s", text);
+    /* on a busy machine the third rank may come second */
+    const int may_be_late = took - took_calm > 100 && strstr(text, "CUDA has not returned");
+    CHECK_MSG(may_be_late || strstr(text, alone ? "CUDA has not returned" : "rank 2"), "%s", text);
     calm = h_calm_ms();
     CHECK_STATUS(fsdp_shutdown(j.w), FSDP_ERR_TIMEOUT);
     CHECK(h_calm_ms() - calm < 2000);
