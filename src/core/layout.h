@@ -16,7 +16,6 @@
 #include "objects.h"
 #include "shard_math.h"
 
-
 static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
 }
