@@ -977,6 +977,9 @@ static fsdp_status fsdpi_gloo_spread(fsdpi_gloo_comm *c, const fsdp_coll *op,
     int has_all = fsdpi_gloo_has_all(c, op, c->base.index);
     if (has_all && op->root != c->base.index)
         fsdpi_gloo_copy(op->dst, c->of[op->root], s->total * fsdp_dtype_size(op->dtype));
+    // A root that fails may overwrite its buffer: nobody forwards a copy before all have one.
+    if (has_all) status = fsdpi_gloo_local_barrier(c);
+    if (status) return status;
     status = fsdpi_gloo_exchange(c, op, s, op->dst, fsdpi_gloo_begin_of(s, c->base.index), 0, 1);
     if (!status && !has_all) fsdpi_gloo_collect(c, op, s);
     return status;

@@ -764,7 +764,7 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
 
 // Polls all outstanding operations. Returns 1 if there are any.
 static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
-    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
+    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_SEQ_CST); // after `watches` is 0
     int is_busy = 0, result = FSDPI_LOOK_DONE;
     for (uint64_t i = w->looked; i < issued && result != FSDPI_LOOK_ENDS; i++) {
         result = fsdpi_nccl_look(w, fsdpi_nccl_work(w, i));
